@@ -1,0 +1,1 @@
+"""What is run: training, evaluation, prediction, benchmarks and the command line."""
