@@ -1,0 +1,93 @@
+"""The block which all models are made of: norm → mixer → norm → SwiGLU, with optional conditioning."""
+
+from collections.abc import Callable
+
+import torch
+from timm.layers import DropPath, GluMlp
+from torch import Tensor, nn
+
+from .mixers import create_mixer
+
+
+def swiglu_hidden(dim: int, multiple: int) -> int:
+    """Inner width of SwiGLU: ⌊8·dim/3⌋ rounded up to a multiple, which keeps the parameters of a plain MLP of ratio 4
+    (arXiv:2002.05202, section 3)."""
+    return -(-(8 * dim // 3) // multiple) * multiple
+
+
+class SwiGLU(GluMlp):
+    """``W₂ (SiLU(a) ⊙ b)`` with ``(a, b) = W₁ x`` (arXiv:2002.05202, eq. 6), without biases."""
+
+    def __init__(self, dim: int, hidden: int, device=None, dtype=None):
+        super().__init__(
+            dim,
+            hidden_features=2 * hidden,
+            act_layer=nn.SiLU,
+            gate_last=False,
+            bias=False,
+            device=device,
+            dtype=dtype,
+        )
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """``x·(1 + scale) + shift`` for tokens ``(B, N, C)`` and a condition ``(B, C)`` or ``(B, 1 or N, C)``."""
+    if shift.ndim == 2:
+        shift, scale = shift.unsqueeze(1), scale.unsqueeze(1)
+    return x * (1 + scale) + shift
+
+
+class Block(nn.Module):
+    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``, with stochastic depth on both.
+
+    Args:
+        dim, num_heads: of the mixer.
+        mlp_hidden: inner width of SwiGLU.
+        mixer: name of the mixer.
+        mixer_kwargs: its keywords.
+        norm_layer: called as ``norm_layer(dim, device=…, dtype=…)``.
+        drop_path: probability to drop a residual branch of a sample in training.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_hidden: int,
+        *,
+        mixer: str = "gla",
+        mixer_kwargs: dict | None = None,
+        norm_layer: Callable[..., nn.Module],
+        drop_path: float = 0.0,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.norm1 = norm_layer(dim, **factory)
+        self.mixer = create_mixer(mixer, dim, num_heads, **(mixer_kwargs or {}), **factory)
+        self.norm2 = norm_layer(dim, **factory)
+        self.mlp = SwiGLU(dim, mlp_hidden, **factory)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        """``(B, prefix + H·W, C)`` → the same shape."""
+        x = x + self.drop_path(self.mixer(self.norm1(x), grid, prefix))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+@torch.no_grad()
+def init_linears(module: nn.Module, std: float, truncated: bool, skip_mixers: bool) -> None:
+    """(Truncated) normal weights and zero biases for every linear layer, those of mixers left alone on demand."""
+    for child in module.children():
+        if skip_mixers and hasattr(child, "attention_map"):
+            continue
+        if isinstance(child, nn.Linear):
+            if truncated:
+                nn.init.trunc_normal_(child.weight, std=std)
+            else:
+                nn.init.normal_(child.weight, std=std)
+            if child.bias is not None:
+                nn.init.zeros_(child.bias)
+        else:
+            init_linears(child, std, truncated, skip_mixers)

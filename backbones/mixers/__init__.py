@@ -1,0 +1,35 @@
+"""Token mixers by name. A mixer is one file here and one line in ``MIXERS``; see CONTRIBUTING.md."""
+
+from .base import TokenMixer
+from .gla import GatedLinearAttention
+from .linear import LinearAttention
+from .softmax import SoftmaxAttention
+
+MIXERS: dict[str, type[TokenMixer]] = {
+    "gla": GatedLinearAttention,
+    "linear": LinearAttention,
+    "softmax": SoftmaxAttention,
+}
+
+
+def list_mixers() -> list[str]:
+    """Names of all mixers, sorted."""
+    return sorted(MIXERS)
+
+
+def create_mixer(name: str, dim: int, num_heads: int, **cfg) -> TokenMixer:
+    """Build a mixer by name.
+
+    Args:
+        name: one of ``list_mixers()``.
+        dim: channels of the tokens.
+        num_heads: heads; must divide ``dim``.
+        cfg: keywords of the mixer's class.
+
+    Raises:
+        ValueError: no mixer has that name.
+        TypeError: the mixer has no such keyword.
+    """
+    if name not in MIXERS:
+        raise ValueError(f"mixer must be one of {', '.join(list_mixers())}; got {name!r}")
+    return MIXERS[name](dim, num_heads, **cfg)

@@ -1,0 +1,151 @@
+"""What every token mixer has in common."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from scanvas.kernels.conv import depthwise_conv2d
+
+
+@register_notrace_module
+class TokenMixer(nn.Module, ABC):
+    """A layer which lets tokens exchange information: attention, or what takes its place.
+
+    A subclass implements ``attend`` (all up to, but without, output norm and projection), ``project`` (the rest),
+    ``values`` and ``attention_map``. Conditioning, residual, feed-forward, layer scale and long skips belong to the
+    block, not here.
+
+    Tokens are ``(B, prefix + H·W, C)``: ``prefix`` tokens without a place (class, registers, text), then the image in
+    raster order. Prefix tokens skip convolutions and 2-D positions but are seen by, and see, all others.
+
+    Tracers (torch.fx, torch.jit) keep a mixer as one node: what happens inside depends on the shapes. torch.compile,
+    torch.export and ONNX export look inside.
+
+    Args:
+        dim: channels C.
+        num_heads: heads; must divide ``dim``.
+        fused_projections: one projection ``to_qkv`` instead of ``to_q``, ``to_k``, ``to_v``. Quicker, while separate
+            ones are what LoRA and other tools of diffusers look for; ``fuse_projections`` changes later.
+
+    Raises:
+        ValueError: ``num_heads`` does not divide ``dim``.
+    """
+
+    needs_scan: ClassVar[bool] = False
+    """The result depends on the order of the tokens, not only on their places."""
+    fixed_grid: ClassVar[bool] = False
+    """Parameters belong to one grid and are interpolated for another."""
+    row_stochastic: ClassVar[bool] = False
+    """Rows of the attention map are non-negative and sum to one."""
+    paper: ClassVar[str] = ""
+
+    def __init__(self, dim: int, num_heads: int, *, fused_projections: bool = False):
+        super().__init__()
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(f"{type(self).__name__}: num_heads must divide dim = {dim}, got num_heads = {num_heads}")
+        self.dim = dim
+        self.num_heads = num_heads
+        self.fused_projections = fused_projections
+
+    def make_projections(self, key_dim: int, value_dim: int, bias: bool, proj_drop: float = 0.0, **factory) -> None:
+        """Create the projections of queries, keys and values and that of the output, ``to_out``."""
+        self.key_dim, self.value_dim = key_dim, value_dim
+        if self.fused_projections:
+            self.to_qkv = nn.Linear(self.dim, 2 * key_dim + value_dim, bias=bias, **factory)
+        else:
+            self.to_q = nn.Linear(self.dim, key_dim, bias=bias, **factory)
+            self.to_k = nn.Linear(self.dim, key_dim, bias=bias, **factory)
+            self.to_v = nn.Linear(self.dim, value_dim, bias=bias, **factory)
+        self.to_out = nn.Sequential(nn.Linear(value_dim, self.dim, bias=bias, **factory), nn.Dropout(proj_drop))
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each ``(B, N, heads, D)``."""
+        if self.fused_projections:
+            parts = self.to_qkv(x).split((self.key_dim, self.key_dim, self.value_dim), dim=-1)
+        else:
+            parts = self.to_q(x), self.to_k(x), self.to_v(x)
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
+        return q, k, v
+
+    @torch.no_grad()
+    def fuse_projections(self, fuse: bool = True) -> None:
+        """Replace the three projections by one, or with ``fuse=False`` the one by three; the result is the same."""
+        if fuse == self.fused_projections:
+            return
+        sizes = (self.key_dim, self.key_dim, self.value_dim)
+        separate = ("to_q", "to_k", "to_v")
+        old = [getattr(self, name) for name in (separate if fuse else ("to_qkv",))]
+        weight = torch.cat([layer.weight for layer in old])
+        bias = None if old[0].bias is None else torch.cat([layer.bias for layer in old])
+        trained = old[0].weight.requires_grad
+        names, parts = (("to_qkv",), (sum(sizes),)) if fuse else (separate, sizes)
+        biases = [None] * len(parts) if bias is None else bias.split(parts)
+        for name in separate if fuse else ("to_qkv",):
+            delattr(self, name)
+        for name, w, b in zip(names, weight.split(parts), biases):
+            layer = nn.Linear(self.dim, len(w), bias=b is not None, device=w.device, dtype=w.dtype)
+            layer.weight.copy_(w)
+            if b is not None:
+                layer.bias.copy_(b)
+            setattr(self, name, layer.requires_grad_(trained))
+        self.fused_projections = fuse
+
+    @torch.jit.ignore
+    def forward(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        """``(B, prefix + H·W, C)`` → the same shape, output projection included.
+
+        Raises:
+            ValueError: the number of tokens is not ``prefix + H·W``.
+        """
+        grid = self.check_grid(x, grid, prefix)
+        return self.project(x, self.attend(x, grid, prefix), grid, prefix)
+
+    @staticmethod
+    def check_grid(x: Tensor, grid: tuple[int, int], prefix: int) -> tuple[int, int]:
+        H, W = grid
+        if x.ndim != 3 or x.shape[1] != prefix + H * W:
+            raise ValueError(
+                f"x must be (B, prefix + H·W, C) = (B, {prefix} + {H}·{W}, C), got shape {tuple(x.shape)}"
+            )
+        return H, W
+
+    @abstractmethod
+    def attend(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        """``(B, N, C)`` → ``(B, N, heads, Dv)``: the values mixed by ``attention_map``, before norm and projection."""
+
+    @abstractmethod
+    def project(self, x: Tensor, attended: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        """Output norm, local branch, gate and output projection: ``(B, N, heads, Dv)`` → ``(B, N, C)``."""
+
+    @abstractmethod
+    def values(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        """The mixer's values, ``(B, heads, N, Dv)``."""
+
+    @abstractmethod
+    def attention_map(
+        self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0
+    ) -> Tensor:
+        """The matrix for which ``attention_map @ values`` is ``attend``, in float32 (float64 for a float64 model).
+
+        Args:
+            x, grid, prefix: as for ``forward``.
+            rows: indices of the wanted rows (queries), prefix tokens counted; all by default.
+
+        Returns:
+            ``(B, heads, R, N)``.
+        """
+
+    def convolve(
+        self, conv: nn.Conv2d, x: Tensor, grid: tuple[int, int], prefix: int, activation: str | None = None
+    ) -> Tensor:
+        """Apply a depthwise convolution to the image tokens of ``x`` and pass the prefix tokens through unchanged."""
+        image = depthwise_conv2d(x[:, prefix:], conv.weight, grid, conv.bias, activation=activation)
+        return torch.cat((x[:, :prefix], image), dim=1) if prefix else image
+
+
+def depthwise(dim: int, kernel_size: int, bias: bool = True, **factory) -> nn.Conv2d:
+    """Parameters of a depthwise convolution that keeps the size of the image."""
+    return nn.Conv2d(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim, bias=bias, **factory)

@@ -1,0 +1,161 @@
+"""Gated linear attention: ViG's bidirectional mixer and the causal one of GLA and DiG."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from scanvas.backbones.rope import apply_rope
+from scanvas.kernels.gate import gated_mix
+from scanvas.kernels.gated import attention_matrix, gated_linear_attention_from_logits
+from scanvas.kernels.gated.reference import log_decay_from_logits
+
+from .base import TokenMixer, depthwise
+
+
+class GatedLinearAttention(TokenMixer):
+    """``o_t = d^-½ q_t S_t``, ``S_t = diag(α_t) S_{t-1} + k_tᵀ v_t`` with a decay per channel, ``O(N)`` in time.
+
+    By default the mixer of ViG (arXiv:2405.18425): queries, keys, values and gates are taken from ``ℓ = DWConv3×3(x)``;
+    each direction has gates of its own (direction-wise gating) and the two scans are averaged; the result is mixed with
+    the local features, ``G ⊙ RMSNorm(o) + (1 − G) ⊙ RMSNorm(ℓ)`` with ``G = σ(W ℓ + b)`` (2-D gating locality
+    injection). With ``bidirectional=False, local=False, output="swish"`` it is the layer of GLA (arXiv:2312.06635,
+    section 4.4) as used by DiG (arXiv:2405.18428): ``RMSNorm(o) ⊙ SiLU(W x)``.
+
+    Decays are ``α = σ(W₂ W₁ ℓ)^(1/16)``. There is no normaliser: entries of the map may be negative.
+
+    Args:
+        dim, num_heads, fused_projections: see ``TokenMixer``.
+        expand_k, expand_v: width of the keys and of the values as a multiple of ``dim``.
+        bidirectional: scan from both sides; else only from the first token.
+        local: take everything from the 3×3 convolution of the input.
+        conv_act: SiLU after that convolution.
+        output: ``"mix"`` (needs ``local``) or ``"swish"``.
+        out_act: SiLU after the mix.
+        gate_rank: inner width of the low-rank projection of the gates.
+        gate_normalizer: the 16 in the decay.
+        rope: rotate queries and keys by 2-D position.
+        norm_eps: of the output norms.
+        proj_drop: dropout after the output projection.
+        impl: implementation of the scan, see ``gated_linear_attention``.
+    """
+
+    needs_scan: ClassVar[bool] = True
+    paper: ClassVar[str] = "https://arxiv.org/abs/2405.18425"
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        fused_projections: bool = False,
+        expand_k: float = 0.5,
+        expand_v: float = 1.0,
+        bidirectional: bool = True,
+        local: bool = True,
+        conv_act: bool = False,
+        output: str = "mix",
+        out_act: bool = False,
+        gate_rank: int = 16,
+        gate_normalizer: float = 16.0,
+        rope: bool = False,
+        norm_eps: float = 1e-6,
+        proj_drop: float = 0.0,
+        impl: str = "auto",
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(dim, num_heads, fused_projections=fused_projections)
+        factory = {"device": device, "dtype": dtype}
+        key_dim, value_dim = int(dim * expand_k), int(dim * expand_v)
+        for name, width in (("expand_k", key_dim), ("expand_v", value_dim)):
+            if width < 1 or width % num_heads:
+                raise ValueError(f"{name} gives a width of {width}, which num_heads = {num_heads} does not divide")
+        if output not in ("mix", "swish"):
+            raise ValueError(f"output must be 'mix' or 'swish', got {output!r}")
+        if output == "mix" and (not local or value_dim != dim):
+            raise ValueError("output='mix' mixes with the local features: it needs local=True and expand_v=1")
+        self.bidirectional = bidirectional
+        self.output = output
+        self.conv_act = "silu" if conv_act else None
+        self.out_act = "silu" if out_act else None
+        self.gate_normalizer = gate_normalizer
+        self.rope = rope
+        self.impl = impl
+
+        self.conv = depthwise(dim, 3, bias=False, **factory) if local else None
+        self.make_projections(key_dim, value_dim, bias=False, proj_drop=proj_drop, **factory)
+        directions = 2 if bidirectional else 1
+        self.decay_proj = nn.Sequential(
+            nn.Linear(dim, gate_rank, bias=False, **factory),
+            nn.Linear(gate_rank, directions * key_dim, **factory),
+        )
+        self.gate_proj = nn.Linear(dim, value_dim, bias=output == "mix", **factory)
+        self.out_norm = nn.RMSNorm(value_dim // num_heads, eps=norm_eps, **factory)
+        self.local_norm = nn.RMSNorm(dim // num_heads, eps=norm_eps, **factory) if output == "mix" else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Xavier-uniform with gain 2^-2.5 for projections and convolution, zero biases, as in ViG, GLA and DiG."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                nn.init.xavier_uniform_(module.weight, gain=2**-2.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def features(self, x: Tensor, grid: tuple[int, int], prefix: int) -> Tensor:
+        """The local features ℓ, or ``x`` itself."""
+        return x if self.conv is None else self.convolve(self.conv, x, grid, prefix, self.conv_act)
+
+    def _scan_inputs(self, features: Tensor, grid: tuple[int, int], prefix: int):
+        q, k, v = self.qkv(features)
+        if self.rope:
+            q, k = apply_rope(q, grid, prefix), apply_rope(k, grid, prefix)
+        logits = self.decay_proj(features).unflatten(-1, (-1, self.num_heads, q.shape[-1]))
+        return q, k, v, logits[:, :, 0], logits[:, :, 1] if self.bidirectional else None
+
+    def _scan(self, features: Tensor, grid: tuple[int, int], prefix: int) -> Tensor:
+        q, k, v, gate, reverse_gate = self._scan_inputs(features, grid, prefix)
+        return gated_linear_attention_from_logits(
+            q, k, v, gate, reverse_gate, normalizer=self.gate_normalizer, impl=self.impl
+        )
+
+    def _project(self, features: Tensor, attended: Tensor) -> Tensor:
+        gate = self.gate_proj(features)
+        if self.output == "mix":
+            out = gated_mix(
+                attended,
+                features,
+                gate,
+                self.out_norm.weight,
+                self.local_norm.weight,
+                eps=self.out_norm.eps,
+                activation=self.out_act,
+            )
+        else:
+            out = self.out_norm(attended).flatten(2) * nn.functional.silu(gate)
+        return self.to_out(out)
+
+    @torch.jit.ignore
+    def forward(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        grid = self.check_grid(x, grid, prefix)
+        features = self.features(x, grid, prefix)
+        return self._project(features, self._scan(features, grid, prefix))
+
+    def attend(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        return self._scan(self.features(x, grid, prefix), grid, prefix)
+
+    def project(self, x: Tensor, attended: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        return self._project(self.features(x, grid, prefix), attended)
+
+    def values(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        return self.qkv(self.features(x, grid, prefix))[2].transpose(1, 2)
+
+    def attention_map(
+        self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0
+    ) -> Tensor:
+        q, k, _, gate, reverse_gate = self._scan_inputs(self.features(x, grid, prefix), grid, prefix)
+        decay = log_decay_from_logits(gate, self.gate_normalizer)
+        reverse_decay = None if reverse_gate is None else log_decay_from_logits(reverse_gate, self.gate_normalizer)
+        return attention_matrix(q, k, decay, reverse_decay, rows=rows)

@@ -1,0 +1,1 @@
+"""Denoisers, pipelines and conversions for diffusers."""

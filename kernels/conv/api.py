@@ -1,0 +1,53 @@
+"""``depthwise_conv2d``: checks and dispatch."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from scanvas.kernels import dispatch
+
+from .reference import convolve
+
+IMPLEMENTATIONS: dict[str, Callable] = {"torch": convolve}
+ACTIVATIONS = (None, "silu")
+
+
+def depthwise_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    grid: tuple[int, int],
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Depthwise k×k convolution with zero padding ("same") on tokens, which are never permuted to NCHW in memory.
+
+    Args:
+        x: ``(B, H·W, C)`` tokens in raster order.
+        weight: ``(C, 1, k, k)`` with odd k, as in ``torch.nn.Conv2d(C, C, k, groups=C)``.
+        grid: ``(H, W)``.
+        bias: ``(C,)`` or ``None``.
+        activation: ``None`` or ``"silu"``, applied to the result.
+        impl: ``"auto"``, ``"torch"`` or ``"triton"``.
+
+    Returns:
+        ``(B, H·W, C)`` in x's dtype.
+
+    Raises:
+        ValueError: shapes do not fit together, or ``activation`` or ``impl`` is unknown.
+    """
+    H, W = grid
+    if x.ndim != 3 or x.shape[1] != H * W:
+        raise ValueError(f"depthwise_conv2d: x must be (B, H·W, C) with grid (H, W) = ({H}, {W}), got {tuple(x.shape)}")
+    C = x.shape[2]
+    if weight.ndim != 4 or weight.shape[:2] != (C, 1) or weight.shape[2] != weight.shape[3] or weight.shape[2] % 2 == 0:
+        raise ValueError(
+            f"depthwise_conv2d: weight must be (C, 1, k, k) with C = {C} and odd k, got {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != (C,):
+        raise ValueError(f"depthwise_conv2d: bias must be (C,) = ({C},), got {tuple(bias.shape)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"depthwise_conv2d: activation must be one of {ACTIVATIONS}, got {activation!r}")
+    name = dispatch.resolve("depthwise_conv2d", impl, x.device, IMPLEMENTATIONS)
+    return IMPLEMENTATIONS[name](x, weight, (H, W), bias, activation)

@@ -1,0 +1,53 @@
+"""Choose the code that computes an operation.
+
+The name of an operation means its mathematics; ``impl=`` only picks the code. ``"auto"`` takes the fused Triton kernels
+for tensors on a GPU that has them and plain PyTorch everywhere else. A name given explicitly is used or refused: it
+never falls back in silence.
+"""
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+import torch
+
+# Triton kernels run on a GPU or, for tests, on the CPU under Triton's interpreter.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON_INSTALLED = find_spec("triton") is not None
+TRITON_USABLE = TRITON_INSTALLED and (INTERPRETED or torch.cuda.is_available())
+
+
+def triton_runs_on(device: torch.device) -> bool:
+    """Whether the Triton kernels can compute on ``device`` in this process."""
+    return TRITON_USABLE and (device.type == "cuda" or (INTERPRETED and device.type == "cpu"))
+
+
+def resolve(op: str, impl: str, device: torch.device, implementations: Mapping[str, object]) -> str:
+    """Name of the implementation of ``op`` to use for tensors on ``device``.
+
+    Args:
+        op: name of the operation, for messages.
+        impl: ``"auto"`` or a key of ``implementations``.
+        device: where the inputs live.
+        implementations: those which can run in this process.
+
+    Raises:
+        ValueError: ``impl`` is unknown.
+        RuntimeError: ``impl`` is known but can not run here; the message says why.
+    """
+    if impl == "auto":
+        return "triton" if "triton" in implementations and device.type == "cuda" else "torch"
+    if impl in implementations:
+        if impl == "triton" and not triton_runs_on(device):
+            raise RuntimeError(f"{op}: impl='triton' needs tensors on a CUDA device, got device '{device}'")
+        return impl
+    if impl == "triton":
+        if not TRITON_INSTALLED:
+            reason = "the package 'triton' is not installed"
+        elif not TRITON_USABLE:
+            reason = "this process sees no CUDA device (for tests, set TRITON_INTERPRET=1 before starting Python)"
+        else:
+            reason = "this operation has no Triton kernel"
+        raise RuntimeError(f"{op}: impl='triton' is not available here: {reason}. Use impl='torch' or impl='auto'.")
+    allowed = ", ".join(repr(name) for name in ["auto", *implementations])
+    raise ValueError(f"{op}: impl must be one of {allowed}, got {impl!r}")

@@ -1,0 +1,6 @@
+"""Gated linear attention, causal or bidirectional: see ``gated_linear_attention``."""
+
+from .api import IMPLEMENTATIONS, gated_linear_attention, gated_linear_attention_from_logits
+from .reference import attention_matrix
+
+__all__ = ["IMPLEMENTATIONS", "attention_matrix", "gated_linear_attention", "gated_linear_attention_from_logits"]

@@ -1,0 +1,41 @@
+"""scanvas: linear-attention backbones for seeing (timm) and painting (diffusers).
+
+``import scanvas`` registers the ViG models with timm. Everything heavier (diffusers, triton, transformers) is imported
+when it is first asked for, so that the import works and stays quick on a machine that has none of them.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+# In a source tree the sub-packages lie beside this folder. setuptools' editable finder leads to all of them but
+# `kernels`, which has no __init__.py (CONTRIBUTING.md, "Layout"); this line leads there, and makes a checkout importable
+# without being installed.
+_ROOT = Path(__file__).resolve().parent.parent
+if (_ROOT / "kernels" / "gated").is_dir():
+    __path__.append(str(_ROOT))
+
+from scanvas import backbones as _backbones  # noqa: E402, F401 - registers the timm models
+from scanvas.backbones.mixers import create_mixer, list_mixers  # noqa: E402
+
+try:
+    __version__ = version("scanvas")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"
+
+# public name -> the module that defines it, imported at first use
+_LAZY: dict[str, str] = {}
+
+__all__ = ["__version__", "create_mixer", "list_mixers", *_LAZY]
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        value = getattr(import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'scanvas' has no attribute {name!r}; it offers {', '.join(sorted(__all__))}")
+
+
+def __dir__():
+    return sorted({*globals(), *_LAZY})
