@@ -45,10 +45,10 @@ class PatchEmbed(nn.Module):
         half = patch_size // 2
         self.proj = nn.Sequential(
             nn.Conv2d(in_chans, dim // 2, max(3, half + 1), stride=half, padding=1, **factory),
-            LayerNorm2d(dim // 2, **factory),
+            LayerNorm2d(dim // 2, eps=1e-5, **factory),
             nn.SiLU(),
             nn.Conv2d(dim // 2, dim, 3, stride=2, padding=1, **factory),
-            LayerNorm2d(dim, **factory),
+            LayerNorm2d(dim, eps=1e-5, **factory),
         )
 
     @torch.jit.ignore
@@ -376,9 +376,7 @@ default_cfgs = generate_default_cfgs(
 def vig_tiny_patch16_224(pretrained: bool = False, **kwargs) -> Vig:
     """ViG-T: 5.83 M parameters. The only size with SiLU after the convolution and after the mix."""
     args = {"embed_dim": 192, "depth": 12, "num_heads": 3, **kwargs}
-    return _create_vig(
-        "vig_tiny_patch16_224", pretrained, gla_kwargs={"conv_act": True, "out_act": True}, **args
-    )
+    return _create_vig("vig_tiny_patch16_224", pretrained, gla_kwargs={"conv_act": True, "out_act": True}, **args)
 
 
 @register_model

@@ -26,7 +26,7 @@ class Downsample(nn.Module):
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         self.conv = nn.Conv2d(in_dim, dim, 3, stride=2, padding=1, **factory)
-        self.norm = LayerNorm2d(dim, **factory)
+        self.norm = LayerNorm2d(dim, eps=1e-5, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, H, W, C)`` → ``(B, ⌈H/2⌉, ⌈W/2⌉, C')``."""
@@ -102,13 +102,13 @@ class VigH(nn.Module):
 
         self.stem = nn.Sequential(
             nn.Conv2d(in_chans, embed_dim // 2, 3, stride=2, padding=1, **factory),
-            LayerNorm2d(embed_dim // 2, **factory),
+            LayerNorm2d(embed_dim // 2, eps=1e-5, **factory),
             nn.GELU(),
             nn.Conv2d(embed_dim // 2, embed_dim, 3, stride=2, padding=1, **factory),
-            LayerNorm2d(embed_dim, **factory),
+            LayerNorm2d(embed_dim, eps=1e-5, **factory),
         )
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
-        norm_layer = partial(nn.LayerNorm, eps=1e-6)
+        norm_layer = partial(nn.LayerNorm, eps=1e-5)
         mixer_kwargs = {"fused_projections": True, "proj_drop": proj_drop_rate, **(mixer_kwargs or {})}
         self.stages = nn.Sequential(
             *[
@@ -129,7 +129,7 @@ class VigH(nn.Module):
         self.feature_info = [
             {"module": f"stages.{i}", "num_chs": dim, "reduction": 4 * 2**i} for i, dim in enumerate(dims)
         ]
-        self.norm = LayerNorm2d(dims[-1], **factory)
+        self.norm = LayerNorm2d(dims[-1], eps=1e-5, **factory)
         self.head = ClassifierHead(dims[-1], num_classes, pool_type=global_pool, drop_rate=drop_rate, **factory)
         init_linears(self, std=0.02, truncated=True, skip_mixers=False)
 
@@ -139,11 +139,15 @@ class VigH(nn.Module):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict:
-        blocks = r"^stages\.(\d+)" if coarse else [
-            (r"^stages\.(\d+)\.downsample", (0,)),
-            (r"^stages\.(\d+)\.blocks\.(\d+)", None),
-            (r"^norm", (99999,)),
-        ]
+        blocks = (
+            r"^stages\.(\d+)"
+            if coarse
+            else [
+                (r"^stages\.(\d+)\.downsample", (0,)),
+                (r"^stages\.(\d+)\.blocks\.(\d+)", None),
+                (r"^norm", (99999,)),
+            ]
+        )
         return {"stem": r"^stem", "blocks": blocks}
 
     @torch.jit.ignore

@@ -107,9 +107,7 @@ class TokenMixer(nn.Module, ABC):
     def check_grid(x: Tensor, grid: tuple[int, int], prefix: int) -> tuple[int, int]:
         H, W = grid
         if x.ndim != 3 or x.shape[1] != prefix + H * W:
-            raise ValueError(
-                f"x must be (B, prefix + H·W, C) = (B, {prefix} + {H}·{W}, C), got shape {tuple(x.shape)}"
-            )
+            raise ValueError(f"x must be (B, prefix + H·W, C) = (B, {prefix} + {H}·{W}, C), got shape {tuple(x.shape)}")
         return H, W
 
     @abstractmethod
@@ -125,9 +123,7 @@ class TokenMixer(nn.Module, ABC):
         """The mixer's values, ``(B, heads, N, Dv)``."""
 
     @abstractmethod
-    def attention_map(
-        self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0
-    ) -> Tensor:
+    def attention_map(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
         """The matrix for which ``attention_map @ values`` is ``attend``, in float32 (float64 for a float64 model).
 
         Args:

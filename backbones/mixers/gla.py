@@ -152,9 +152,7 @@ class GatedLinearAttention(TokenMixer):
     def values(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         return self.qkv(self.features(x, grid, prefix))[2].transpose(1, 2)
 
-    def attention_map(
-        self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0
-    ) -> Tensor:
+    def attention_map(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
         q, k, _, gate, reverse_gate = self._scan_inputs(self.features(x, grid, prefix), grid, prefix)
         decay = log_decay_from_logits(gate, self.gate_normalizer)
         reverse_decay = None if reverse_gate is None else log_decay_from_logits(reverse_gate, self.gate_normalizer)

@@ -74,8 +74,6 @@ class LinearAttention(TokenMixer):
     def values(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         return self.qkv(x)[2].transpose(1, 2)
 
-    def attention_map(
-        self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0
-    ) -> Tensor:
+    def attention_map(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
         q, k, _ = self.qkv(x)
         return attention_matrix(F.relu(q), F.relu(k), eps=self.eps, rows=rows)

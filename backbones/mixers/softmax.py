@@ -65,9 +65,7 @@ class SoftmaxAttention(TokenMixer):
     def values(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         return self.qkv(x)[2].transpose(1, 2)
 
-    def attention_map(
-        self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0
-    ) -> Tensor:
+    def attention_map(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
         q, k, _ = self._qkv(x, grid, prefix)
         q = q if rows is None else q[:, rows]
         dtype = torch.promote_types(q.dtype, torch.float32)

@@ -37,7 +37,9 @@ def _check_all(q, k, v, gate, reverse_gate, initial_state, reverse_initial_state
             raise ValueError(f"gated_linear_attention: {name} must be at least 1, got {size}")
     for name, size in (("q", Dk), ("v", Dv)):
         if size > MAX_HEAD_DIM:
-            raise ValueError(f"gated_linear_attention: the head dimension of {name} is at most {MAX_HEAD_DIM}, got {size}")
+            raise ValueError(
+                f"gated_linear_attention: the head dimension of {name} is at most {MAX_HEAD_DIM}, got {size}"
+            )
     _check("q", q, (B, N, H, Dk), "(B, N, H, Dk)", q)
     _check("k", k, (B, N, H, Dk), "(B, N, H, Dk)", q)
     _check("v", v, (B, N, H, Dv), "(B, N, H, Dv)", q)
