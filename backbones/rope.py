@@ -1,4 +1,4 @@
-"""2-D rotary position embedding on image tokens (RoFormer, arXiv:2104.09864; axial form as in MLLA, arXiv:2405.16605)."""
+"""2-D rotary position embedding of image tokens (RoFormer, arXiv:2104.09864; axial as in MLLA, arXiv:2405.16605)."""
 
 import torch
 from torch import Tensor

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # In a source tree the sub-packages lie beside this folder. setuptools' editable finder leads to all of them but
-# `kernels`, which has no __init__.py (CONTRIBUTING.md, "Layout"); this line leads there, and makes a checkout importable
+# `kernels`, which has no __init__.py (CONTRIBUTING.md, "Layout"). This leads there, and makes a checkout importable
 # without being installed.
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "kernels" / "gated").is_dir():

@@ -157,7 +157,7 @@ def chunked(
         return q_ * (scale / len(decays)), k_, v_, [_split(g, size, dtype) for g in decays]
 
     result = None
-    # Only eager code on a CPU may look at the gates: a graph must hold for all of them, a GPU would have to be waited for.
+    # Only eager code on a CPU may look at the gates: a graph must hold for all, and a GPU would have to be waited for.
     if q.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
         q_, k_, v_, g_ = prepare(chunk_size or (N if N <= _ONE_CHUNK else _CHUNK_SIZES[0]))
         result = _factorised(q_, k_, v_, g_)
