@@ -51,7 +51,6 @@ class PatchEmbed(nn.Module):
             LayerNorm2d(dim, eps=1e-5, **factory),
         )
 
-    @torch.jit.ignore
     def forward(self, x: Tensor) -> Tensor:
         """``(B, in_chans, H, W)`` → ``(B, H/p, W/p, dim)``.
 
@@ -62,6 +61,7 @@ class PatchEmbed(nn.Module):
         return self.proj(x).permute(0, 2, 3, 1)
 
 
+@torch.jit.ignore
 def check_divisible(height: int, width: int, patch_size: int) -> None:
     """Refuse an image size that is not made of whole patches."""
     for name, size in (("height", height), ("width", width)):
@@ -225,6 +225,7 @@ class Vig(nn.Module):
         self.head = (
             nn.Linear(self.embed_dim, num_classes, **get_device_dtype(self)) if num_classes > 0 else nn.Identity()
         )
+        self.head.train(self.training)
 
     @torch.jit.ignore
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:

@@ -5,7 +5,14 @@ from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import ClassifierHead, LayerNorm2d, calculate_drop_path_rates, register_notrace_module, to_2tuple
+from timm.layers import (
+    ClassifierHead,
+    LayerNorm2d,
+    calculate_drop_path_rates,
+    get_device_dtype,
+    register_notrace_module,
+    to_2tuple,
+)
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_input_size
@@ -29,8 +36,8 @@ class Downsample(nn.Module):
         self.norm = LayerNorm2d(dim, eps=1e-5, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(B, H, W, C)`` → ``(B, ⌈H/2⌉, ⌈W/2⌉, C')``."""
-        return self.norm(self.conv(x.permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
+        """``(B, C, H, W)`` → ``(B, C', ⌈H/2⌉, ⌈W/2⌉)``."""
+        return self.norm(self.conv(x))
 
 
 class Stage(nn.Module):
@@ -44,16 +51,16 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, num_heads, mlp_hidden, drop_path=rate, **kwargs) for rate in rates)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(B, H, W, C)`` → ``(B, H', W', C')``."""
+        """``(B, C, H, W)`` → ``(B, C', H', W')``, in memory channels-last."""
         x = self.downsample(x)
-        grid = (x.shape[1], x.shape[2])
-        x = x.flatten(1, 2)
+        grid = (x.shape[2], x.shape[3])
+        x = x.flatten(2).transpose(1, 2)
         for block in self.blocks:
             if self.grad_checkpointing and not torch.jit.is_scripting():
                 x = checkpoint(block, x, grid)
             else:
                 x = block(x, grid)
-        return x.unflatten(1, grid)
+        return x.transpose(1, 2).unflatten(2, grid)
 
 
 class VigH(nn.Module):
@@ -163,7 +170,8 @@ class VigH(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classifier by a new one, and the pooling if it is given."""
         self.num_classes = num_classes
-        self.head.reset(num_classes, pool_type=global_pool)
+        self.head.reset(num_classes, global_pool, in_features=self.num_features, **get_device_dtype(self))
+        self.head_hidden_size = self.head.num_features
 
     @torch.jit.ignore
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
@@ -172,9 +180,7 @@ class VigH(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """``(B, in_chans, H, W)`` → ``(B, num_features, H/32, W/32)``."""
-        x = self.stem(x).permute(0, 2, 3, 1)
-        x = self.stages(x)
-        return self.norm(x.permute(0, 3, 1, 2))
+        return self.norm(self.stages(self.stem(x)))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         return self.head(x, pre_logits=pre_logits) if pre_logits else self.head(x)
@@ -183,7 +189,6 @@ class VigH(nn.Module):
         """``(B, in_chans, H, W)`` → ``(B, num_classes)``."""
         return self.forward_head(self.forward_features(x))
 
-    @torch.jit.ignore
     def forward_intermediates(
         self,
         x: Tensor,
@@ -192,7 +197,7 @@ class VigH(nn.Module):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
-    ):
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Features of chosen stages, each ``(B, C, H, W)``, and the final ones.
 
         Args:
@@ -204,28 +209,37 @@ class VigH(nn.Module):
             intermediates_only: leave out the final features.
         """
         if output_fmt != "NCHW":
-            raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
+            raise ValueError("output_fmt must be 'NCHW', got '" + output_fmt + "'")
         take, last = feature_take_indices(len(self.stages), indices)
-        x = self.stem(x).permute(0, 2, 3, 1)
+        if torch.jit.is_scripting() or not stop_early:  # noqa: SIM108 - TorchScript can not slice modules
+            stages = self.stages
+        else:
+            stages = self.stages[: last + 1]
+        x = self.stem(x)
         intermediates = []
-        for i, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
+        for i, stage in enumerate(stages):
             x = stage(x)
             if i in take:
-                image = x.permute(0, 3, 1, 2)
                 final = norm and i == len(self.stages) - 1
-                intermediates.append(self.norm(image) if final else image.contiguous())
-        return intermediates if intermediates_only else (self.norm(x.permute(0, 3, 1, 2)), intermediates)
+                intermediates.append((self.norm(x) if final else x).contiguous())
+        if intermediates_only:
+            return intermediates
+        return self.norm(x), intermediates
 
     @torch.jit.ignore
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop what ``forward_intermediates`` does not need for these stages; returns their indices."""
+        """Drop what ``forward_intermediates`` does not need for these stages; returns their indices. Norm and head
+        have the width of the last stage, so they go with it."""
         take, last = feature_take_indices(len(self.stages), indices)
+        shortened = last < len(self.stages) - 1
         self.stages = self.stages[: last + 1]
-        if prune_norm:
+        if shortened:
+            self.num_features = self.feature_info[last]["num_chs"]
+        if prune_norm or shortened:
             self.norm = nn.Identity()
-        if prune_head:
+        if prune_head or shortened:
             self.reset_classifier(0, "")
         return take
 
@@ -236,7 +250,7 @@ def _create_vig_h(variant: str, pretrained: bool = False, **kwargs) -> VigH:
         variant,
         pretrained,
         pretrained_filter_fn=convert_vig_h_checkpoint,
-        feature_cfg={"out_indices": (0, 1, 2, 3), "feature_cls": "getter"},
+        feature_cfg={"out_indices": (0, 1, 2, 3), "flatten_sequential": True},
         **kwargs,
     )
 

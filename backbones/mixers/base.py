@@ -100,7 +100,25 @@ class TokenMixer(nn.Module, ABC):
         Raises:
             ValueError: the number of tokens is not ``prefix + H·W``.
         """
-        grid = self.check_grid(x, grid, prefix)
+        if not isinstance(self, TokenMixer):
+            self = self.unscripted(self)
+        return self.mix(x, self.check_grid(x, grid, prefix), prefix)
+
+    @classmethod
+    @torch.jit.ignore
+    def unscripted(cls, scripted: torch.jit.ScriptModule) -> "TokenMixer":
+        """The mixer behind a scripted one. TorchScript calls ``forward`` with an object which has the attributes and
+        submodules of the mixer but not its methods; here are both."""
+
+        def attribute(_, name: str):
+            value = getattr(scripted, name)
+            return torch.jit._recursive.wrap_cpp_module(value) if isinstance(value, torch._C.ScriptModule) else value
+
+        mixer = type(cls.__name__, (cls,), {"__getattr__": attribute})
+        return mixer.__new__(mixer)
+
+    def mix(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        """What ``forward`` does when it has checked the shapes. Override it to compute nothing twice."""
         return self.project(x, self.attend(x, grid, prefix), grid, prefix)
 
     @staticmethod

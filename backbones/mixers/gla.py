@@ -81,6 +81,7 @@ class GatedLinearAttention(TokenMixer):
         self.out_act = "silu" if out_act else None
         self.gate_normalizer = gate_normalizer
         self.rope = rope
+        self.norm_eps = norm_eps
         self.impl = impl
 
         self.conv = depthwise(dim, 3, bias=False, **factory) if local else None
@@ -130,16 +131,14 @@ class GatedLinearAttention(TokenMixer):
                 gate,
                 self.out_norm.weight,
                 self.local_norm.weight,
-                eps=self.out_norm.eps,
+                eps=self.norm_eps,
                 activation=self.out_act,
             )
         else:
             out = self.out_norm(attended).flatten(2) * nn.functional.silu(gate)
         return self.to_out(out)
 
-    @torch.jit.ignore
-    def forward(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
-        grid = self.check_grid(x, grid, prefix)
+    def mix(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         features = self.features(x, grid, prefix)
         return self._project(features, self._scan(features, grid, prefix))
 

@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -52,9 +51,7 @@ class LinearAttention(TokenMixer):
     def _mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return linear_attention(F.relu(q), F.relu(k), v, eps=self.eps)
 
-    @torch.jit.ignore
-    def forward(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
-        grid = self.check_grid(x, grid, prefix)
+    def mix(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         q, k, v = self.qkv(x)
         return self._project(v, self._mix(q, k, v), grid, prefix)
 
