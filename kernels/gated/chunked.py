@@ -1,33 +1,27 @@
-"""Gated linear attention in chunks, in plain PyTorch: differentiable, traceable, linear in N, quick on a CPU.
+"""Gated linear attention in chunks, in plain PyTorch: differentiable, traceable, linear in N, right for every gate.
 
-Two ways to form the scores of a chunk give the same result:
-
-*Tree.* Every pair (query i, key j) is met exactly once in a binary tree: at the level where i and j first fall into
-different halves of a block. The decay between them is cut at the border of the halves,
+Within a chunk every pair (query i, key j) is met exactly once in a binary tree: at the level where i and j first fall
+into different halves of a block. The decay between them is cut at the border of the halves,
 
     exp(g_{j+1} + … + g_i) = exp(sum from the border to i) · exp(sum from j to the border),
 
 so a level is one batched matrix product of scaled queries with scaled keys. Both exponents are sums of log decays of
-one sign, never a difference of long sums: none is positive, and a decay of -1e4 does not blur its neighbours. This
-holds for every gate and traces into a graph without a branch on values.
+one sign, never a difference of long sums: none is positive, and a decay of -1e4 does not blur its neighbours. Pairwise
+exponents would cost L·Dk exponentials a token, this form 2·log2(L)·Dk, and it traces into a graph without a branch on
+values. States are passed between chunks by a work-efficient prefix scan (Blelloch, 1990) of 2·log2(N/L) steps.
 
-*Factorised.* exp(G_i) · exp(-G_j) with one cumulative sum G for the chunk: half the work of the tree, but exp(-G_j)
-overflows at strong gates. It is taken where values can be looked at for free (eager, on the CPU) and are harmless.
-
-States are passed between chunks by a work-efficient prefix scan (Blelloch, 1990) of 2·log2(N/L) steps.
+Eager code on a CPU can look at the gates for free and takes the quicker form of ``factorised.py`` where it is safe.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .factorised import factorised, split
 from .reference import accumulation_dtype
 
 _CHUNK_SIZES = (64, 32)
-# A sequence up to this length is one chunk of the factorised form: there are no states to pass.
-_ONE_CHUNK = 256
-# exp(±60) leaves a factor 1e12 of float32's range on either side for the queries and keys.
-_FACTORISED_RANGE = -60.0
+# On a CPU, heads are taken in groups whose tensors have about this many elements, so that they stay in the cache.
+_CACHED = 1 << 20
 
 
 def _least_padding(length: int) -> int:
@@ -35,13 +29,6 @@ def _least_padding(length: int) -> int:
     if length <= _CHUNK_SIZES[0]:
         return 1 << (length - 1).bit_length()
     return min(_CHUNK_SIZES, key=lambda size: -(-length // size) * size)
-
-
-def _split(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """``(B, N, H, D)`` → ``(B, H, n, size, D)``. Padding with zeros neither decays a state nor adds to it."""
-    pad = -x.shape[1] % size
-    x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, pad)) if pad else x.to(dtype)
-    return x.transpose(1, 2).unflatten(2, (-1, size))
 
 
 class _Sums:
@@ -98,22 +85,6 @@ def _tree(q: Tensor, k: Tensor, v: Tensor, log_decays: list[Tensor]):
     return scores.squeeze(-3), parts
 
 
-def _factorised(q: Tensor, k: Tensor, v: Tensor, log_decays: list[Tensor]):
-    """The same results as ``_tree``, or ``None`` if some chunk decays too strongly for exp(-G)."""
-    if min(g.detach().sum(-2).min() for g in log_decays) < _FACTORISED_RANGE:
-        return None
-    scores, parts = None, []
-    for index, g in enumerate(log_decays):
-        inclusive = g.flip(-2).cumsum(-2).flip(-2) if index else g.cumsum(-2)
-        decay = inclusive.exp()
-        q_decayed, k_grown = q * decay, k / decay
-        whole = decay[..., 0 if index else -1, :, None]
-        parts.append((q_decayed, whole * (k_grown.mT @ v), whole))
-        product = q_decayed @ k_grown.mT
-        scores = product.tril() if scores is None else scores + product.triu()
-    return scores, parts
-
-
 def _exclusive_scan(update: Tensor, decay: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """States before each chunk and after the last one, by pairwise combination.
 
@@ -133,6 +104,30 @@ def _exclusive_scan(update: Tensor, decay: Tensor, start: Tensor) -> tuple[Tenso
     return states, final
 
 
+def _chunked(q, k, v, log_decays, starts, scale, dtype, chunk_size):
+    B, N, H, Dk = q.shape
+    if q.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        result = factorised(q, k, v, log_decays, starts, scale, dtype, chunk_size)
+        if result is not None:
+            return result
+    size = chunk_size or _least_padding(N)
+    q, k, v = (split(x, size, dtype) for x in (q, k, v))
+    scores, parts = _tree(q * (scale / len(log_decays)), k, v, [split(g, size, dtype) for g in log_decays])
+    out = scores @ v
+    finals = []
+    for index, (q_decayed, update, whole) in enumerate(parts):
+        start = starts[index]
+        start = q.new_zeros(B, H, Dk, v.shape[-1]) if start is None else start.to(dtype)
+        if index == 1:
+            states, final = _exclusive_scan(update.flip(2), whole.flip(2), start)
+            states = states.flip(2)
+        else:
+            states, final = _exclusive_scan(update, whole, start)
+        out = out + q_decayed @ states
+        finals.append(final)
+    return out.flatten(2, 3)[:, :, :N].transpose(1, 2), finals
+
+
 def chunked(
     q: Tensor,
     k: Tensor,
@@ -146,39 +141,22 @@ def chunked(
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Chunked form; arguments and results as ``recurrent``. ``chunk_size``, a power of two, changes speed only."""
-    B, N, H, Dk = q.shape
-    Dv = v.shape[-1]
     dtype = accumulation_dtype(q, k, v, log_decay, reverse_log_decay)
     decays = [log_decay] if reverse_log_decay is None else [log_decay, reverse_log_decay]
     starts = [initial_state, reverse_initial_state]
-
-    def prepare(size: int):
-        q_, k_, v_ = (_split(x, size, dtype) for x in (q, k, v))
-        return q_ * (scale / len(decays)), k_, v_, [_split(g, size, dtype) for g in decays]
-
-    result = None
-    # Only eager code on a CPU may look at the gates: a graph must hold for all, and a GPU would have to be waited for.
-    if q.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
-        q_, k_, v_, g_ = prepare(chunk_size or (N if N <= _ONE_CHUNK else _CHUNK_SIZES[0]))
-        result = _factorised(q_, k_, v_, g_)
-    if result is None:
-        q_, k_, v_, g_ = prepare(chunk_size or _least_padding(N))
-        result = _tree(q_, k_, v_, g_)
-    scores, parts = result
-
-    out = scores @ v_
-    finals: list[Tensor | None] = [None, None]
-    for index, (q_decayed, update, whole) in enumerate(parts):
-        start = starts[index]
-        if start is None and update.shape[2] == 1:  # one chunk and nothing before it: no state to read
-            finals[index] = update[:, :, 0]
-            continue
-        start = q.new_zeros(B, H, Dk, Dv, dtype=dtype) if start is None else start.to(dtype)
-        if index == 1:
-            states, finals[index] = _exclusive_scan(update.flip(2), whole.flip(2), start)
-            states = states.flip(2)
-        else:
-            states, finals[index] = _exclusive_scan(update, whole, start)
-        out = out + q_decayed @ states
-    out = out.flatten(2, 3)[:, :, :N].transpose(1, 2)
-    return out.to(v.dtype), finals[0], finals[1]
+    H = q.shape[2]
+    group = H
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        group = max(1, min(H, _CACHED // (v[:, :, :1].numel() or 1)))
+    parts = []
+    for first in range(0, H, group):
+        heads = slice(first, first + group)
+        part = [x[:, :, heads] for x in (q, k, v)]
+        part_starts = [None if start is None else start[:, heads] for start in starts]
+        parts.append(_chunked(*part, [g[:, :, heads] for g in decays], part_starts, scale, dtype, chunk_size))
+    if len(parts) == 1:
+        out, finals = parts[0]
+    else:
+        out = torch.cat([part[0] for part in parts], dim=2)
+        finals = [torch.cat(states, dim=1) for states in zip(*(part[1] for part in parts))]
+    return out.to(v.dtype), finals[0], finals[1] if len(finals) == 2 else None
