@@ -1,12 +1,14 @@
 """Key maps from the original projects' checkpoints to ours."""
 
+import math
 import re
 
-from timm.layers import resample_abs_pos_embed
+import torch
+from timm.layers import resample_abs_pos_embed, to_2tuple
 from torch import Tensor, nn
 
 # The mixer of ViG and ViG-H; DiG's has the same parts under the same names.
-_MIXER = [
+MIXER_RULES = [
     (r"in_proj\.0\.", "conv."),
     (r"qkv_proj\.", "to_qkv."),
     (r"q_proj\.", "to_q."),
@@ -23,7 +25,7 @@ _VIG = [
     (r"^(blocks\.\d+)\.mlp_norm\.", r"\1.norm2."),
     (r"^(blocks\.\d+)\.mlp\.gate_proj\.", r"\1.mlp.fc1."),
     (r"^(blocks\.\d+)\.mlp\.down_proj\.", r"\1.mlp.fc2."),
-    *[(rf"^(blocks\.\d+)\.attn\.{old}", rf"\1.mixer.{new}") for old, new in _MIXER],
+    *[(rf"^(blocks\.\d+)\.attn\.{old}", rf"\1.mixer.{new}") for old, new in MIXER_RULES],
 ]
 _VIG_H = [
     (r"^patch_embed\.0\.", "stem.0."),
@@ -32,7 +34,7 @@ _VIG_H = [
     (r"^patch_embed\.7\.", "stem.4."),
     (r"^layers\.(\d+)\.blocks\.(\d+)\.norm\.", r"stages.\1.blocks.\2.norm1."),
     (r"^layers\.(\d+)\.blocks\.(\d+)\.(norm2|mlp)\.", r"stages.\1.blocks.\2.\3."),
-    *[(rf"^layers\.(\d+)\.blocks\.(\d+)\.op\.{old}", rf"stages.\1.blocks.\2.mixer.{new}") for old, new in _MIXER],
+    *[(rf"^layers\.(\d+)\.blocks\.(\d+)\.op\.{old}", rf"stages.\1.blocks.\2.mixer.{new}") for old, new in MIXER_RULES],
     (r"^classifier\.norm\.", "norm."),
     (r"^classifier\.head\.", "head.fc."),
 ]
@@ -56,22 +58,53 @@ def rename(key: str, rules: list[tuple[str, str]]) -> str:
 
 
 def check_fit(state_dict: dict[str, Tensor], model: nn.Module, optional: tuple[str, ...] = ()) -> None:
-    """Compare converted tensors with those of a model.
+    """Compare converted tensors with those of a model, leaving out those whose names start as in ``optional``.
 
     Raises:
         ValueError: a tensor has the wrong shape, is missing or has no place; the message names each of them.
     """
-    wanted = model.state_dict()
+    wanted = {key: value for key, value in model.state_dict().items() if not key.startswith(optional)}
+    given = {key: value for key, value in state_dict.items() if not key.startswith(optional)}
     faults = [
-        f"{key} has shape {tuple(state_dict[key].shape)}, the model's is {tuple(wanted[key].shape)}"
+        f"{key} has shape {tuple(given[key].shape)}, the model's is {tuple(wanted[key].shape)}"
         for key in wanted
-        if key in state_dict and state_dict[key].shape != wanted[key].shape and not key.startswith(optional)
+        if key in given and given[key].shape != wanted[key].shape
     ]
-    faults += [f"{key} is missing" for key in wanted if key not in state_dict and not key.startswith(optional)]
-    faults += [f"{key} has no place in the model" for key in state_dict if key not in wanted]
+    faults += [f"{key} is missing" for key in wanted if key not in given]
+    faults += [f"{key} has no place in the model" for key in given if key not in wanted]
     if faults:
         shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
         raise ValueError(f"the checkpoint does not fit {type(model).__name__}: {shown}")
+
+
+def _left_to_timm(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of the tensors that timm fits when this conversion is done: a first convolution for images of other
+    channels, a classifier of other classes.
+
+    timm decides on the classifier by the number of classes in ``pretrained_cfg``, which knows nothing of a file given
+    by hand. It is corrected here if the file's classifier is what was asked for, so that it is not thrown away.
+
+    Raises:
+        ValueError: the classifier has another number of classes, and no other number was asked for.
+    """
+    cfg = getattr(model, "pretrained_cfg", None)
+    if not cfg:
+        return ()
+    prefixes = []
+    if model.in_chans != cfg["input_size"][0]:
+        prefixes.append(cfg["first_conv"] + ".weight")
+    key = cfg["classifier"] + ".weight"
+    classes = len(state_dict[key]) if key in state_dict else cfg["num_classes"]
+    if classes == model.num_classes:
+        cfg["num_classes"] = classes
+    elif model.num_classes != cfg["num_classes"]:
+        prefixes.append(cfg["classifier"] + ".")
+    else:
+        raise ValueError(
+            f"the checkpoint does not fit {type(model).__name__}: {key} has {classes} classes, the model "
+            f"{model.num_classes}; pass num_classes={classes} to keep the classifier, another number for a new one"
+        )
+    return tuple(prefixes)
 
 
 def _fit_projections(state_dict: dict[str, Tensor], model: nn.Module) -> None:
@@ -79,33 +112,61 @@ def _fit_projections(state_dict: dict[str, Tensor], model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not hasattr(module, "fused_projections"):
             continue
-        fused = [key for key in (f"{name}.to_qkv.weight", f"{name}.to_qkv.bias") if key in state_dict]
-        if not module.fused_projections:
-            for key in fused:
-                sizes = (module.key_dim, module.key_dim, module.value_dim)
-                tensor = state_dict[key]
-                if len(tensor) != sum(sizes):
-                    continue  # left for check_fit to name
-                del state_dict[key]
-                for part, piece in zip(("to_q", "to_k", "to_v"), tensor.split(sizes)):
-                    state_dict[key.replace("to_qkv", part)] = piece
+        sizes = (module.key_dim, module.key_dim, module.value_dim)
+        for kind in ("weight", "bias"):
+            joint = f"{name}.to_qkv.{kind}"
+            separate = [f"{name}.{part}.{kind}" for part in ("to_q", "to_k", "to_v")]
+            # What does not fit is left as it is, for check_fit to name.
+            if module.fused_projections:
+                if [len(state_dict.get(key, ())) for key in separate] == list(sizes):
+                    state_dict[joint] = torch.cat([state_dict.pop(key) for key in separate])
+            elif len(state_dict.get(joint, ())) == sum(sizes):
+                state_dict.update(zip(separate, state_dict.pop(joint).split(sizes)))
+
+
+def _fit_positions(state_dict: dict[str, Tensor], model: nn.Module) -> None:
+    """Resample position embeddings of another grid. That grid is the one recorded with the checkpoint if its size is
+    right, else the model's, else a square.
+
+    Raises:
+        ValueError: none of these has as many places as the checkpoint.
+    """
+    if "pos_embed" not in state_dict or state_dict["pos_embed"].ndim != 3:
+        return
+    count = state_dict["pos_embed"].shape[1]
+    patch = model.patch_embed.patch_size
+    sizes = [
+        getattr(model, "pretrained_model_args", {}).get("img_size"),
+        getattr(model, "pretrained_cfg", {}).get("input_size", ())[1:] or None,
+    ]
+    grids = [[side // patch for side in to_2tuple(size)] for size in sizes if size is not None]
+    grids += [model.grid_size, [math.isqrt(count)] * 2]
+    grid = next((grid for grid in grids if grid[0] * grid[1] == count), None)
+    if grid is None:
+        raise ValueError(
+            f"the checkpoint does not fit {type(model).__name__}: pos_embed has {count} places, which is neither the "
+            f"model's {model.grid_size[0]}×{model.grid_size[1]} nor a square; build the model with the img_size of the "
+            "checkpoint, then call set_input_size"
+        )
+    if grid != model.grid_size:
+        state_dict["pos_embed"] = resample_abs_pos_embed(
+            state_dict["pos_embed"], new_size=model.grid_size, old_size=grid, num_prefix_tokens=0, antialias=False
+        )
 
 
 def convert_vig_checkpoint(state_dict: dict, model: nn.Module) -> dict[str, Tensor]:
     """Tensors of an original ViG checkpoint, or of one of ours, under our names; ``model`` is the one to be filled.
 
-    Position embeddings of another grid are resampled. A classifier of another size is left for timm to handle.
+    Position embeddings of another grid are resampled. A classifier of other classes and a first convolution for other
+    channels are left for timm to fit, if the model was asked for with other classes or channels.
 
     Raises:
         ValueError: tensors do not fit; the message names them.
     """
     state_dict = {rename(key, _VIG): value for key, value in unwrap(state_dict).items()}
-    if "pos_embed" in state_dict and state_dict["pos_embed"].shape != model.pos_embed.shape:
-        state_dict["pos_embed"] = resample_abs_pos_embed(
-            state_dict["pos_embed"], new_size=model.grid_size, num_prefix_tokens=0, antialias=False
-        )
+    _fit_positions(state_dict, model)
     _fit_projections(state_dict, model)
-    check_fit(state_dict, model, optional=("head.",))
+    check_fit(state_dict, model, optional=_left_to_timm(state_dict, model))
     return state_dict
 
 
@@ -121,5 +182,5 @@ def convert_vig_h_checkpoint(state_dict: dict, model: nn.Module) -> dict[str, Te
 
     state_dict = {new_key(key): value for key, value in unwrap(state_dict).items()}
     _fit_projections(state_dict, model)
-    check_fit(state_dict, model, optional=("head.",))
+    check_fit(state_dict, model, optional=_left_to_timm(state_dict, model))
     return state_dict

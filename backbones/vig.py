@@ -334,7 +334,7 @@ class Vig(nn.Module):
 
 def _create_vig(variant: str, pretrained: bool = False, gla_kwargs: dict | None = None, **kwargs) -> Vig:
     if kwargs.get("mixer", "gla") == "gla":
-        kwargs["mixer_kwargs"] = {**(gla_kwargs or {}), **kwargs.get("mixer_kwargs", {})}
+        kwargs["mixer_kwargs"] = {**(gla_kwargs or {}), **(kwargs.get("mixer_kwargs") or {})}
     out_indices = kwargs.pop("out_indices", 3)
     return build_model_with_cfg(
         Vig,

@@ -6,7 +6,8 @@ never falls back in silence.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib.util import find_spec
 
 import torch
@@ -51,3 +52,17 @@ def resolve(op: str, impl: str, device: torch.device, implementations: Mapping[s
         raise RuntimeError(f"{op}: impl='triton' is not available here: {reason}. Use impl='torch' or impl='auto'.")
     allowed = ", ".join(repr(name) for name in ["auto", *implementations])
     raise ValueError(f"{op}: impl must be one of {allowed}, got {impl!r}")
+
+
+def outside_autocast(function: Callable) -> Callable:
+    """Let ``function``, whose first argument is a tensor, run as if there were no autocast. An operation picks the
+    dtype of its sums itself; autocast would form them in half precision."""
+
+    @wraps(function)
+    def run(tensor: torch.Tensor, *args, **kwargs):
+        if not torch.is_autocast_enabled(tensor.device.type):
+            return function(tensor, *args, **kwargs)
+        with torch.autocast(tensor.device.type, enabled=False):
+            return function(tensor, *args, **kwargs)
+
+    return run

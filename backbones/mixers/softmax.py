@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scanvas.backbones.rope import apply_rope
+from scanvas.kernels.dispatch import outside_autocast
 
 from .base import TokenMixer
 
@@ -68,6 +69,11 @@ class SoftmaxAttention(TokenMixer):
     def attention_map(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
         q, k, _ = self._qkv(x, grid, prefix)
         q = q if rows is None else q[:, rows]
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        scores = torch.einsum("brhd,bnhd->bhrn", q.to(dtype), k.to(dtype)) * q.shape[-1] ** -0.5
-        return scores.softmax(-1)
+        return _softmax_map(q, k)
+
+
+@outside_autocast
+def _softmax_map(q: Tensor, k: Tensor) -> Tensor:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("brhd,bnhd->bhrn", q.to(dtype), k.to(dtype)) * q.shape[-1] ** -0.5
+    return scores.softmax(-1)

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scanvas.kernels import dispatch
+
 # Rows of the attention matrix are formed in blocks of at most this many (query, key, channel) exponents.
 _MAX_PAIRWISE = 1 << 24
 
@@ -84,6 +86,7 @@ def _one_direction(q, k, log_decay, rows, reverse):
     return torch.cat(parts, dim=2)
 
 
+@dispatch.outside_autocast
 def attention_matrix(
     q: Tensor,
     k: Tensor,

@@ -3,11 +3,14 @@
 import torch
 from torch import Tensor
 
+from scanvas.kernels.dispatch import outside_autocast
+
 
 def _dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+@outside_autocast
 def attention_matrix(
     q: Tensor,
     k: Tensor,
@@ -28,11 +31,13 @@ def attention_matrix(
     return scores / (total + eps).unsqueeze(-1)
 
 
+@outside_autocast
 def quadratic(q: Tensor, k: Tensor, v: Tensor, normalizer_q: Tensor, normalizer_k: Tensor, eps: float) -> Tensor:
     matrix = attention_matrix(q, k, normalizer_q=normalizer_q, normalizer_k=normalizer_k, eps=eps)
     return torch.einsum("bhrn,bnhv->brhv", matrix, v.to(matrix.dtype)).to(v.dtype)
 
 
+@outside_autocast
 def linear(q: Tensor, k: Tensor, v: Tensor, normalizer_q: Tensor, normalizer_k: Tensor, eps: float) -> Tensor:
     dtype = _dtype(q, k, v)
     # Heads before tokens, so that both products are batched matrix products. float32 holds the sums over N tokens.
