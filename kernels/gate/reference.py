@@ -5,13 +5,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    # One reduction instead of a square and a mean: fewer passes over memory, which is what a CPU waits for.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.rsqrt(norm * norm / x.shape[-1] + eps) * weight
+
+
 def mix(
     o: Tensor, local: Tensor, gate: Tensor, o_weight: Tensor, local_weight: Tensor, eps: float, activation: str | None
 ) -> Tensor:
     B, N, H, D = o.shape
     dtype = torch.promote_types(gate.dtype, torch.float32)
-    o = F.rms_norm(o.to(dtype), (D,), o_weight.to(dtype), eps)
-    normed = F.rms_norm(local.reshape(B, N, H, D).to(dtype), (D,), local_weight.to(dtype), eps)
+    o = _rms_norm(o.to(dtype), o_weight.to(dtype), eps)
+    normed = _rms_norm(local.reshape(B, N, H, D).to(dtype), local_weight.to(dtype), eps)
     weight = gate.reshape(B, N, H, D).to(dtype).sigmoid()
     mixed = normed.lerp(o, weight)
     if activation == "silu":

@@ -51,10 +51,12 @@ def factorised(
     size = chunk_size or -(-N // -(-N // CHUNK))
     directions = len(log_decays)
     decays = [split(g, size, dtype) for g in log_decays]
-    inclusive = [g.flip(-2).cumsum(-2).flip(-2) if index else g.cumsum(-2) for index, g in enumerate(decays)]
-    totals = [g[..., 0 if index else -1, :] for index, g in enumerate(inclusive)]
+    inclusive = [g.cumsum(-2) for g in decays]
+    totals = [g[..., -1, :] for g in inclusive]
     if min(total.detach().min() for total in totals) < RANGE:
         return None
+    if directions == 2:  # from the right: the total less what lies to the left; short sums, so little is lost
+        inclusive[1] = totals[1].unsqueeze(-2) - (inclusive[1] - decays[1])
 
     q, k, v = split(q, size, dtype), split(k, size, dtype), split(v, size, dtype).contiguous()
     decay = torch.cat(inclusive, dim=-1).exp()
