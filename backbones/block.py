@@ -1,10 +1,13 @@
-"""The block which all models are made of: norm → mixer → norm → SwiGLU, with optional conditioning."""
+"""The block which all models are made of: norm → mixer → norm → feed-forward; and the forms of the feed-forward."""
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from timm.layers import DropPath, GluMlp
 from torch import Tensor, nn
+
+from scanvas.kernels.conv import depthwise_conv2d
 
 from .mixers import create_mixer
 
@@ -30,11 +33,49 @@ class SwiGLU(GluMlp):
         )
 
 
+class TokenConv(nn.Conv2d):
+    """Depthwise convolution with zero padding on image tokens ``(B, H·W, C)``; ``grid`` is ``(H, W)``."""
+
+    def __init__(self, dim: int, kernel_size: int = 3, bias: bool = True, device=None, dtype=None):
+        super().__init__(
+            dim, dim, kernel_size, padding=kernel_size // 2, groups=dim, bias=bias, device=device, dtype=dtype
+        )
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        return depthwise_conv2d(x, self.weight, grid, self.bias)
+
+    @torch.no_grad()
+    def init_identity(self) -> None:
+        """Make it pass its input through: centre tap 1, all else 0 (DiG, arXiv:2405.18428, section 3.3)."""
+        nn.init.zeros_(self.weight)
+        centre = self.kernel_size[0] // 2
+        self.weight[:, :, centre, centre] = 1
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class MixFFN(nn.Module):
+    """Feed-forward with a 3×3 depthwise convolution and a gate, ``W₂ (a ⊙ SiLU(b))`` with
+    ``(a, b) = DWConv(SiLU(W₁ x))`` (SANA, arXiv:2410.10629, section 2.2; its inner width is 2.5·dim)."""
+
+    def __init__(self, dim: int, hidden: int, device=None, dtype=None):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, 2 * hidden, device=device, dtype=dtype)
+        self.conv = TokenConv(2 * hidden, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, dim, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """``(B, H·W, C)`` → the same shape."""
+        a, b = self.conv(F.silu(self.fc1(x)), grid).chunk(2, dim=-1)
+        return self.fc2(a * F.silu(b))
+
+
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``x·(1 + scale) + shift`` for tokens ``(B, N, C)`` and a condition ``(B, C)`` or ``(B, 1 or N, C)``."""
-    if shift.ndim == 2:
-        shift, scale = shift.unsqueeze(1), scale.unsqueeze(1)
-    return x * (1 + scale) + shift
+    """``x·(1 + scale) + shift`` for tokens ``(B, N, C)`` and a condition ``(B, 1 or N, C)``.
+
+    Computed as ``x + (x·scale + shift)``: in bfloat16 the sum ``1 + scale`` would lose a scale below 2⁻⁹.
+    """
+    return x + torch.addcmul(shift, x, scale)
 
 
 class Block(nn.Module):
@@ -42,10 +83,11 @@ class Block(nn.Module):
 
     Args:
         dim, num_heads: of the mixer.
-        mlp_hidden: inner width of SwiGLU.
+        mlp_hidden: inner width of the feed-forward.
         mixer: name of the mixer.
         mixer_kwargs: its keywords.
         norm_layer: called as ``norm_layer(dim, device=…, dtype=…)``.
+        mlp_layer: called as ``mlp_layer(dim, mlp_hidden, device=…, dtype=…)``.
         drop_path: probability to drop a residual branch of a sample in training.
     """
 
@@ -58,6 +100,7 @@ class Block(nn.Module):
         mixer: str = "gla",
         mixer_kwargs: dict | None = None,
         norm_layer: Callable[..., nn.Module],
+        mlp_layer: Callable[..., nn.Module] = SwiGLU,
         drop_path: float = 0.0,
         device=None,
         dtype=None,
@@ -67,7 +110,7 @@ class Block(nn.Module):
         self.norm1 = norm_layer(dim, **factory)
         self.mixer = create_mixer(mixer, dim, num_heads, **(mixer_kwargs or {}), **factory)
         self.norm2 = norm_layer(dim, **factory)
-        self.mlp = SwiGLU(dim, mlp_hidden, **factory)
+        self.mlp = mlp_layer(dim, mlp_hidden, **factory)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:

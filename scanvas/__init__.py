@@ -16,6 +16,7 @@ if (_ROOT / "kernels" / "gated").is_dir():
     __path__.append(str(_ROOT))
 
 from scanvas import backbones as _backbones  # noqa: E402, F401 - registers the timm models
+from scanvas._diffusers import register as register_with_diffusers  # noqa: E402
 from scanvas.backbones.mixers import create_mixer, list_mixers  # noqa: E402
 
 try:
@@ -24,14 +25,24 @@ except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
 
 # public name -> the module that defines it, imported at first use
-_LAZY: dict[str, str] = {}
+_LAZY: dict[str, str] = {
+    "LinearDiTTransformer2DModel": "scanvas.diffusion.denoiser",
+    "create_denoiser": "scanvas.diffusion.presets",
+    "convert_dig_checkpoint": "scanvas.diffusion.convert",
+}
+# diffusers looks for the base class of a library's models beside them.
+_HIDDEN = {"ModelMixin": "diffusers"}
 
 __all__ = ["__version__", "create_mixer", "list_mixers", *_LAZY]
 
 
+register_with_diffusers(_LAZY)
+
+
 def __getattr__(name: str):
-    if name in _LAZY:
-        value = getattr(import_module(_LAZY[name]), name)
+    module = _LAZY.get(name) or _HIDDEN.get(name)
+    if module:
+        value = getattr(import_module(module), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'scanvas' has no attribute {name!r}; it offers {', '.join(sorted(__all__))}")
