@@ -59,9 +59,9 @@ def factorised(
         inclusive[1] = totals[1].unsqueeze(-2) - (inclusive[1] - decays[1])
 
     q, k, v = split(q, size, dtype), split(k, size, dtype), split(v, size, dtype).contiguous()
-    decay = torch.cat(inclusive, dim=-1).exp()
-    q_decayed = torch.cat([q] * directions, dim=-1) * (decay * (scale / directions))
-    k_grown = torch.cat([k] * directions, dim=-1) / decay
+    decay = torch.stack(inclusive, dim=-2).exp()
+    q_decayed = ((q * (scale / directions)).unsqueeze(-2) * decay).flatten(-2)
+    k_grown = (k.unsqueeze(-2) / decay).flatten(-2)
     scores = q_decayed[..., :Dk] @ k_grown[..., :Dk].mT
     if directions == 1:
         scores = scores.tril()
