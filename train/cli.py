@@ -59,12 +59,18 @@ def _models(args) -> None:
         print(json.dumps(rows, indent=1))
         return
     _print_table(
-        ["model", "parameters (M)", "GFLOPs", "input"],
+        ["model", "parameters (M)", "GFLOPs", "GMACs", "input"],
         [
-            [r["name"], f"{r['parameters'] / 1e6:.2f}", f"{r['flops'] / 1e9:.2f}", "×".join(map(str, r["input_size"]))]
+            [
+                r["name"],
+                f"{r['parameters'] / 1e6:.2f}",
+                f"{r['flops'] / 1e9:.2f}",
+                f"{r['flops'] / 2e9:.2f}",
+                "×".join(map(str, r["input_size"])),
+            ]
             for r in rows
         ],
-        title="FLOPs of one image's forward pass, a multiply and an add counted as two",
+        title="One image, forward, scans included; a multiply-add is 2 FLOPs or 1 MAC (papers give MACs).",
     )
 
 

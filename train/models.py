@@ -11,12 +11,12 @@ import timm
 import torch
 from timm.data import resolve_model_data_config
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import scanvas  # noqa: F401 - registers the models with timm
 
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError, UserError, nearest
+from .flops import count_flops
 
 
 def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
@@ -85,15 +85,6 @@ def label_names(model: nn.Module) -> list[str]:
     return list(names) if names else [f"class {i}" for i in range(model.num_classes)]
 
 
-def count_flops(model: nn.Module, input_size: tuple[int, int, int]) -> int:
-    """Floating-point operations of one image's forward pass (a multiply and an add are two), the scan included."""
-    _register_scan_flops()
-    device = next(model.parameters()).device
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(1, *input_size, device=device))
-    return counter.get_total_flops()
-
-
 def table(pattern: str = "*") -> list[dict[str, Any]]:
     """One row for each scanvas model that matches: name, parameters, FLOPs per image, input size. Built without memory,
     on the meta device."""
@@ -117,10 +108,6 @@ def table(pattern: str = "*") -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _register_scan_flops() -> None:
-    """Placeholder until the operators are known."""
 
 
 def _one_line(error: BaseException) -> str:

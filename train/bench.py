@@ -1,0 +1,268 @@
+"""``scanvas bench ops|models``: time and memory beside those of peers, all measured in one run, saved as JSON and PNG.
+
+A row is added by adding a peer: an entry of ``OP_PEERS`` builds a callable from a shape, an entry of ``MODEL_PEERS``
+names a timm model. ``RATIOS`` below each says what is compared with what.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from scanvas.kernels.gated import gated_linear_attention
+
+from .evaluate import pick_device
+from .measure import in_fresh_process, peak_memory, times, versions
+
+SHORT, LONG = 1024, 65536  # tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A problem: batch, tokens, heads, width of keys and of values."""
+
+    batch: int
+    tokens: int
+    heads: int = 3
+    key: int = 32
+    value: int = 64
+
+
+@dataclass(frozen=True)
+class OpPeer:
+    """``build(shape, device, dtype)`` gives a function of no arguments that returns the output, which requires grad.
+    Beyond ``longest`` tokens it would take too long or too much memory."""
+
+    build: Callable[[Shape, torch.device, torch.dtype], Callable[[], torch.Tensor]]
+    longest: int = LONG
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+def _gated(impl: str):
+    def build(shape: Shape, device: torch.device, dtype: torch.dtype):
+        q, k, v, *decays = _inputs(shape, device, dtype)
+        return lambda: gated_linear_attention(q, k, v, *decays, impl=impl)
+
+    return build
+
+
+def _softmax(shape: Shape, device: torch.device, dtype: torch.dtype):
+    """Softmax attention as a ViT of the same width has it: query and key as wide as the value."""
+    q, k, v = (
+        torch.randn(shape.batch, shape.heads, shape.tokens, shape.value, device=device, dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    )
+    return lambda: F.scaled_dot_product_attention(q, k, v)
+
+
+def _inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    widths = (shape.key, shape.key, shape.value, shape.key, shape.key)
+    made = [torch.randn(shape.batch, shape.tokens, shape.heads, width, generator=generator) for width in widths]
+    made[3:] = [F.logsigmoid(gate) / 16 for gate in made[3:]]
+    return [x.to(device, dtype).requires_grad_() for x in made]
+
+
+OP_PEERS: dict[str, OpPeer] = {
+    "torch": OpPeer(_gated("torch")),
+    "recurrent": OpPeer(_gated("recurrent"), longest=SHORT, devices=("cpu",)),
+    "softmax (SDPA)": OpPeer(_softmax, longest=4096),
+}
+
+
+def bench_ops(out: str, *, device: str | None = None, quick: bool = False) -> dict[str, Any]:
+    """Forward, and forward with backward, of ``gated_linear_attention`` and its peers over sequence lengths."""
+    chosen = pick_device(device)
+    dtype = torch.bfloat16 if chosen.type == "cuda" else torch.float32
+    lengths = [SHORT, 4096] if quick else [SHORT, 4096, 16384, LONG]
+    calls = {
+        (tokens, name): peer.build(Shape(1, tokens), chosen, dtype)
+        for tokens in lengths
+        for name, peer in OP_PEERS.items()
+        if chosen.type in peer.devices and tokens <= peer.longest
+    }
+    forward = times({key: _no_grad(call) for key, call in calls.items()}, chosen)
+    both = times({key: _with_backward(call) for key, call in calls.items()}, chosen)
+    rows = [
+        {
+            "tokens": tokens,
+            "peer": name,
+            "forward_ms": forward[tokens, name] * 1e3,
+            "forward_backward_ms": both[tokens, name] * 1e3,
+            "us_per_token": both[tokens, name] * 1e6 / tokens,
+        }
+        for tokens, name in calls
+    ]
+    ratios = _op_ratios(rows)
+    result = {"versions": versions(chosen), "shape": asdict(Shape(1, 0)), "dtype": str(dtype), "rows": rows}
+    return _finish(Path(out), "ops", result | {"ratios": ratios}, _op_panels(rows))
+
+
+def _no_grad(call: Callable[[], torch.Tensor]) -> Callable[[], Any]:
+    def run():
+        with torch.no_grad():
+            call()
+
+    return run
+
+
+def _with_backward(call: Callable[[], torch.Tensor]) -> Callable[[], Any]:
+    return lambda: call().sum().backward()
+
+
+def _op_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    at = {(row["peer"], row["tokens"]): row for row in rows}
+    ratios = []
+    if ("recurrent", SHORT) in at:
+        loop, fast = at["recurrent", SHORT], at["torch", SHORT]
+        for key in ("forward_ms", "forward_backward_ms"):
+            what = f"torch is faster than the recurrent loop at {SHORT} tokens ({key[:-3].replace('_', ' + ')})"
+            ratios.append(_ratio(what, loop[key] / fast[key], at_least=20.0))
+    per_token = [row["us_per_token"] for row in rows if row["peer"] == "torch"]
+    longest = max(row["tokens"] for row in rows)
+    what = f"torch, time per token from {SHORT} to {longest} tokens, largest over smallest"
+    ratios.append(_ratio(what, max(per_token) / min(per_token), at_most=1.3))
+    return ratios
+
+
+MODEL_PEERS = ("vig_tiny_patch16_224", "deit_tiny_patch16_224")
+_IMAGES = {224: 16, 1024: 1}  # resolution → images in a batch
+
+
+def bench_models(out: str, *, device: str | None = None, quick: bool = False) -> dict[str, Any]:
+    """Inference of a ViG and of timm's ViT of the same size, each in processes of its own."""
+    chosen = pick_device(device)
+    rows = []
+    for side in [224] if quick else list(_IMAGES):
+        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in MODEL_PEERS}
+        for _ in range(1 if quick else 3):
+            for name in MODEL_PEERS:
+                request = {"name": name, "side": side, "batch": _IMAGES[side], "device": str(chosen)}
+                turns[name].append(in_fresh_process("scanvas.train.bench", request))
+        for name, measured in turns.items():
+            best = min(m["seconds"] for m in measured)
+            rows.append(
+                {
+                    "model": name,
+                    "side": side,
+                    "batch": _IMAGES[side],
+                    "images_per_second": _IMAGES[side] / best,
+                    "peak_mb": min(m["peak"] for m in measured) / 2**20,
+                }
+            )
+    result = {"versions": versions(chosen), "rows": rows, "ratios": _model_ratios(rows)}
+    return _finish(Path(out), "models", result, _model_panels(rows))
+
+
+def measure_model(request: dict[str, Any]) -> dict[str, float]:
+    """``{"seconds", "peak"}`` of one forward pass; run in a fresh process."""
+    import timm
+
+    import scanvas  # noqa: F401 - registers the models with timm
+
+    device = torch.device(request["device"])
+    model = timm.create_model(request["name"], img_size=request["side"]).eval().to(device)
+    image = torch.randn(request["batch"], 3, request["side"], request["side"], device=device)
+
+    def call():
+        with torch.inference_mode():
+            model(image)
+
+    peak = peak_memory(call, device)
+    return {"peak": peak, "seconds": times({"model": call}, device, rounds=5)["model"]}
+
+
+def _model_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    ours, theirs = MODEL_PEERS
+    at = {(row["model"], row["side"]): row for row in rows}
+    wanted = {224: 0.7, 1024: 2.0}
+    ratios = []
+    for side in sorted({row["side"] for row in rows}):
+        a, b = at[ours, side], at[theirs, side]
+        what = f"{ours} over {theirs}, images/s at {side}²"
+        ratios.append(_ratio(what, a["images_per_second"] / b["images_per_second"], at_least=wanted[side]))
+        if side == 1024:
+            what = f"{ours} over {theirs}, peak memory at {side}²"
+            ratios.append(_ratio(what, a["peak_mb"] / b["peak_mb"], at_most=1.0))
+    return ratios
+
+
+def _ratio(what: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
+    met = value >= at_least if at_least is not None else value <= at_most
+    wanted = f"≥ {at_least}" if at_least is not None else f"≤ {at_most}"
+    return {"what": what, "ratio": value, "wanted": wanted, "met": met}
+
+
+def _finish(out: Path, name: str, result: dict[str, Any], panels: list[tuple]) -> dict[str, Any]:
+    """Print the tables, save JSON and PNG."""
+    print("  ".join(f"{k} {v}" for k, v in result["versions"].items()))
+    keys = list(result["rows"][0])
+    _print_rows([keys, *[[row[k] for k in keys] for row in result["rows"]]])
+    print()
+    lines = [[r["what"], r["ratio"], r["wanted"], "yes" if r["met"] else "NO"] for r in result["ratios"]]
+    _print_rows([["ratio", "measured", "wanted", "met"], *lines])
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    saved = f"saved {out / name}.json"
+    try:
+        _plot(out / f"{name}.png", panels)
+        saved += f" and {out / name}.png"
+    except ImportError:
+        saved += "; for the plot: pip install 'scanvas[demo]'"
+    print(f"\n{saved}")
+    return result
+
+
+def _print_rows(rows: list[list[Any]]) -> None:
+    text = [[f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*text)]
+    for row in text:
+        print("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]))
+
+
+def _op_panels(rows: list[dict[str, Any]]) -> list[tuple]:
+    peers = list(dict.fromkeys(row["peer"] for row in rows))
+    return [
+        (title, "tokens", unit, {p: [(r["tokens"], r[key]) for r in rows if r["peer"] == p] for p in peers})
+        for title, key, unit in (
+            ("forward", "forward_ms", "ms"),
+            ("forward and backward", "forward_backward_ms", "ms"),
+            ("forward and backward, per token", "us_per_token", "µs"),
+        )
+    ]
+
+
+def _model_panels(rows: list[dict[str, Any]]) -> list[tuple]:
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    return [
+        (title, "pixels a side", unit, {m: [(r["side"], r[key]) for r in rows if r["model"] == m] for m in models})
+        for title, key, unit in (
+            ("inference", "images_per_second", "images/s"),
+            ("peak memory beyond the weights", "peak_mb", "MiB"),
+        )
+    ]
+
+
+def _plot(path: Path, panels: list[tuple]) -> None:
+    """``panels``: (title, x label, y label, line name → points), both axes logarithmic."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
+    for axis, (title, x, y, lines) in zip(figure.subplots(1, len(panels), squeeze=False).ravel(), panels):
+        for name, points in lines.items():
+            axis.loglog(*zip(*points), marker="o", label=name, base=2)
+        axis.set(title=title, xlabel=x, ylabel=y)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure_model(json.loads(sys.argv[1]))))
