@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from timm.layers import DropPath, GluMlp
 from torch import Tensor, nn
 
-from scanvas.kernels.conv import depthwise_conv2d
-
-from .mixers import create_mixer
+from .mixers import TokenConv, create_mixer
 
 
 def swiglu_hidden(dim: int, multiple: int) -> int:
@@ -31,27 +29,6 @@ class SwiGLU(GluMlp):
             device=device,
             dtype=dtype,
         )
-
-
-class TokenConv(nn.Conv2d):
-    """Depthwise convolution with zero padding on image tokens ``(B, H·W, C)``; ``grid`` is ``(H, W)``."""
-
-    def __init__(self, dim: int, kernel_size: int = 3, bias: bool = True, device=None, dtype=None):
-        super().__init__(
-            dim, dim, kernel_size, padding=kernel_size // 2, groups=dim, bias=bias, device=device, dtype=dtype
-        )
-
-    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        return depthwise_conv2d(x, self.weight, grid, self.bias)
-
-    @torch.no_grad()
-    def init_identity(self) -> None:
-        """Make it pass its input through: centre tap 1, all else 0 (DiG, arXiv:2405.18428, section 3.3)."""
-        nn.init.zeros_(self.weight)
-        centre = self.kernel_size[0] // 2
-        self.weight[:, :, centre, centre] = 1
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
 
 class MixFFN(nn.Module):

@@ -6,7 +6,8 @@ import torch
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from scanvas.backbones.block import Block, MixFFN, SwiGLU, TokenConv, modulate, swiglu_hidden
+from scanvas.backbones.block import Block, MixFFN, SwiGLU, modulate, swiglu_hidden
+from scanvas.backbones.mixers import TokenConv
 from scanvas.backbones.scan import check_order, from_order, to_order
 
 from .attention import CrossAttention, MixerProcessor
@@ -27,7 +28,7 @@ class LinearDiTBlock(Block):
     """One block, tokens in raster order before and after it:
 
     1. if it receives a long skip, ``x ← W [x; skip]``;
-    2. ``x ← x + gate₁ · mixer(shift₁ + (1 + scale₁) · norm(x))``, the mixer seeing the tokens in the block's scan order;
+    2. ``x ← x + gate₁ · mixer(shift₁ + (1 + scale₁) · norm(x))``, with the tokens in the block's scan order;
     3. with text, ``x ← x + cross_attention(x, text)``;
     4. ``x ← x + gate₂ · mlp(shift₂ + (1 + scale₂) · norm(x))``;
     5. with ``depthwise_conv``, ``x ← DWConv3×3(x)`` without a residual (DiG's SREM), at first the identity.

@@ -2,6 +2,10 @@
 
 from collections.abc import Iterable
 
+import torch
+from diffusers.configuration_utils import FrozenDict
+from torch import Tensor
+
 
 def check_one_of(name: str, value: str, allowed: Iterable[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``allowed``."""
@@ -24,3 +28,48 @@ def to_size(size: int | tuple[int, int]) -> tuple[int, int]:
     """``(height, width)`` of an int or a pair."""
     height, width = (size, size) if isinstance(size, int) else size
     return int(height), int(width)
+
+
+def check_denoiser_inputs(
+    c: FrozenDict,
+    latent: Tensor,
+    class_labels: Tensor | None,
+    text: Tensor | None,
+    text_mask: Tensor | None,
+    added_cond_kwargs: dict | None,
+) -> None:
+    """Raise ValueError unless the inputs of ``LinearDiTTransformer2DModel.forward`` suit a model of config ``c``."""
+    if latent.ndim != 4 or latent.shape[1] != c.in_channels:
+        raise ValueError(
+            f"hidden_states must be (B, in_channels, H, W) with in_channels = {c.in_channels}, "
+            f"got shape {tuple(latent.shape)}"
+        )
+    for name, size in zip(("height", "width"), latent.shape[2:]):
+        check_multiple(f"the {name} of hidden_states", size, c.patch_size, "patch_size")
+    if class_labels is not None:
+        if c.num_classes is None:
+            raise ValueError("class_labels were given to a model without classes (num_classes=None)")
+        # Elsewhere reading the labels would wait for the device; pipelines check them before.
+        if class_labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = class_labels[(class_labels < 0) | (class_labels > c.num_classes)]
+            if len(wrong):
+                raise ValueError(
+                    f"class_labels must be 0…{c.num_classes - 1}, or {c.num_classes} for no class; "
+                    f"got {sorted(set(wrong.tolist()))}"
+                )
+    if (text is None) != (c.caption_channels is None):
+        raise ValueError(
+            "encoder_hidden_states were given to a model without text (caption_channels=None)"
+            if c.caption_channels is None
+            else "encoder_hidden_states are missing: the model is conditioned on text"
+        )
+    if text is not None and text.shape[-1] != c.caption_channels:
+        raise ValueError(
+            f"encoder_hidden_states must be (B, T, caption_channels) with caption_channels = {c.caption_channels}, "
+            f"got shape {tuple(text.shape)}"
+        )
+    if text is None and text_mask is not None:
+        raise ValueError("encoder_attention_mask was given without encoder_hidden_states")
+    for key, value in (added_cond_kwargs or {}).items():
+        if value is not None:
+            raise ValueError(f"the model has no additional conditions, but added_cond_kwargs[{key!r}] was given")

@@ -17,7 +17,7 @@ def sinusoid(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
 
 
 def sincos_positions(grid: tuple[int, int], dim: int, base_grid: tuple[int, int], device: torch.device) -> Tensor:
-    """Fixed 2-D positions ``(H·W, dim)`` in float32: the first half of the channels tells the column, the second the row.
+    """Fixed 2-D positions ``(H·W, dim)`` in float32: half of the channels tells the column, then half the row.
 
     On the grid of training, ``base_grid``, positions are 0, 1, 2, …, as in DiT and DiG. Another grid is laid over the
     same range, ``i · base / size`` along each axis (as PixArt does, arXiv:2310.00426), so that any H×W works.
@@ -51,8 +51,8 @@ class TimeEmbedding(nn.Module):
 
 
 class TextProjection(nn.Module):
-    """Features of a text encoder ``(B, T, D)`` → ``(B, T, C)``: two layers (PixArt), then RMSNorm, since the features of
-    language models have outliers (SANA, arXiv:2410.10629, section 2.3)."""
+    """Features of a text encoder ``(B, T, D)`` → ``(B, T, C)``: two layers (PixArt), then RMSNorm, since the features
+    of language models have outliers (SANA, arXiv:2410.10629, section 2.3)."""
 
     def __init__(self, text_dim: int, dim: int):
         super().__init__()
@@ -65,8 +65,8 @@ class TextProjection(nn.Module):
 
 
 class AdaLayerNormZero(nn.Module):
-    """``W SiLU(c) + b`` for a condition ``(B, C)``, split into ``parts`` shifts, scales and gates ``(B, 1, C)``; zero
-    at first, so that a block starts as the identity (adaLN-Zero, DiT section 3.2)."""
+    """``W SiLU(c) + b`` for a condition ``(B, C)``, split into ``parts`` shifts, scales and gates ``(B, 1, C)``
+    (adaLN-Zero, DiT section 3.2; see ``LinearDiTTransformer2DModel.zero_init``)."""
 
     def __init__(self, dim: int, parts: int):
         super().__init__()

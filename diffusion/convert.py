@@ -47,7 +47,7 @@ def _tensors(state_dict: dict) -> dict[str, Tensor]:
 def _shape(tensors: dict[str, Tensor], key: str, ndim: int) -> tuple[int, ...]:
     if key not in tensors:
         hint = (
-            "; it has the names of scanvas, for which from_pretrained, or from_single_file with config=DIRECTORY, is meant"
+            "; it has the names of scanvas: use from_pretrained, or from_single_file with config=DIRECTORY"
             if "proj_out.weight" in tensors
             else f"; it has {', '.join(sorted(tensors)[:5])}, …"
         )

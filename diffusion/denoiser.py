@@ -17,7 +17,7 @@ from scanvas.backbones.mixers import TokenMixer
 from scanvas.backbones.scan import ORDERS, from_order, to_order
 
 from .block import MLPS, NORMS, LayerNorm, LinearDiTBlock
-from .checks import check_multiple, check_one_of, to_size
+from .checks import check_denoiser_inputs, check_multiple, check_one_of, to_size
 from .conditioning import TextProjection, TimeEmbedding, sincos_positions
 
 PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow_prediction")
@@ -44,8 +44,8 @@ class LinearDiTTransformer2DModel(
         long_skip: outputs of the first half of the blocks are joined to the inputs of the second.
         original_scan_order: hand over long skips, and leave the output, in scan order as the original code of DiG did.
             Only for its checkpoints: they were trained with skips that reach every other block transposed.
-        mlp: ``"swiglu"``, ``"mix"`` or ``"gelu"``; mlp_hidden: its inner width, by default ⌈8/3·C⌉ to a multiple of 256,
-            2.5·C or 4·C.
+        mlp: ``"swiglu"``, ``"mix"`` or ``"gelu"``.
+        mlp_hidden: its inner width; by default ⌈8/3·C⌉ to a multiple of 256, 2.5·C or 4·C.
         norm_type: ``"ada_norm_zero"`` or ``"ada_norm_single"``.
         num_classes: classes; label ``num_classes`` means none. ``None`` for a model without classes.
         caption_channels: width of the text encoder's features; ``None`` for a model without text.
@@ -123,6 +123,7 @@ class LinearDiTTransformer2DModel(
         self.class_embed = None if num_classes is None else nn.Embedding(num_classes + 1, dim)
         self.caption_embed = None if caption_channels is None else TextProjection(caption_channels, dim)
         self.adaln_single = nn.Linear(dim, 6 * dim) if norm_type == "ada_norm_single" else None
+        cross_heads = None if caption_channels is None else num_cross_attention_heads or num_attention_heads
         receivers = range(num_layers // 2 + 1, num_layers) if long_skip else ()
         self.transformer_blocks = nn.ModuleList(
             LinearDiTBlock(
@@ -136,9 +137,7 @@ class LinearDiTTransformer2DModel(
                 order=scan_orders[i % len(scan_orders)],
                 depthwise_conv=depthwise_conv,
                 long_skip=i in receivers,
-                cross_attention_heads=None
-                if caption_channels is None
-                else num_cross_attention_heads or num_attention_heads,
+                cross_attention_heads=cross_heads,
             )
             for i in range(num_layers)
         )
@@ -147,20 +146,18 @@ class LinearDiTTransformer2DModel(
         self.norm_out = LayerNorm(dim)
         self.modulation_out = NORMS[norm_type](dim, 2)
         self.proj_out = nn.Linear(dim, patch_size**2 * out_channels)
-        self.initialize_weights()
+        self._init_weights()
 
     @torch.no_grad()
-    def initialize_weights(self) -> None:
-        """DiT's initialisation (section 3.2 of its paper, and DiG's code): Xavier-uniform matrices, N(0, 0.02²)
-        embeddings, zero modulation, zero output; mixers which set their own weights keep them."""
-        for name, module in self.named_modules():
+    def _init_weights(self) -> None:
+        for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, LinearDiTBlock) and module.conv is not None:
                 module.conv.init_identity()
-        for module in self.modules():
+        for module in self.modules():  # some mixers have weights of their own
             if isinstance(module, TokenMixer) and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
         nn.init.xavier_uniform_(self.patch_embed.weight.view(self.inner_dim, -1))
@@ -168,24 +165,30 @@ class LinearDiTTransformer2DModel(
         for layer in (self.time_embed.linear_1, self.time_embed.linear_2, self.class_embed, self.adaln_single):
             if layer is not None:
                 nn.init.normal_(layer.weight, std=0.02)
-        zero = [self.proj_out]
+
+    @torch.no_grad()
+    def zero_init(self) -> "LinearDiTTransformer2DModel":
+        """Zero what DiT (section 3.2) and PixArt zero before training from scratch: adaLN-Zero, the output of attention
+        to text and the output layer, so that the model predicts 0 at first. ``create_denoiser`` does it; a model built
+        otherwise starts from non-zero weights, like all of diffusers' models."""
+        layers = [self.proj_out, getattr(self.modulation_out, "linear", None)]
         for block in self.transformer_blocks:
-            zero += [getattr(block.modulation, "linear", None), None if block.attn2 is None else block.attn2.to_out[0]]
-        zero.append(getattr(self.modulation_out, "linear", None))
-        for layer in zero:
+            layers += [getattr(block.modulation, "linear", None), block.attn2 and block.attn2.to_out[0]]
+        for layer in layers:
             if layer is not None:
                 nn.init.zeros_(layer.weight)
                 nn.init.zeros_(layer.bias)
+        return self
 
     def drop_labels(self, class_labels: Tensor, probability: float, generator: torch.Generator | None = None) -> Tensor:
-        """Replace each of the labels ``(B,)`` by the null label with this probability, for training with classifier-free
-        guidance (arXiv:2207.12598). The model itself drops nothing, in training or not."""
+        """Replace each of the labels ``(B,)`` by the null label with this probability, for training with
+        classifier-free guidance (arXiv:2207.12598). The model itself drops nothing, in training or not."""
         drop = torch.rand(class_labels.shape, generator=generator, device=class_labels.device) < probability
         return class_labels.masked_fill(drop, self.config.num_classes)
 
     def fuse_qkv_projections(self) -> None:
-        """One projection instead of three in every mixer (two in attention to text): quicker, the same result. Not while
-        LoRA layers are loaded, which it would lose."""
+        """One projection instead of three in every mixer, of two in attention to text: quicker, the same result. Not
+        while LoRA layers are loaded, which it would lose."""
         if getattr(self, "_hf_peft_config_loaded", False):
             raise ValueError("fuse_qkv_projections would lose the LoRA layers; fuse_lora() and unload_lora() first")
         super().fuse_qkv_projections()
@@ -253,13 +256,12 @@ class LinearDiTTransformer2DModel(
             ValueError: an input is missing, superfluous or of the wrong shape.
         """
         scale = self._lora_scale(attention_kwargs, cross_attention_kwargs)
-        self._check_inputs(
-            hidden_states, class_labels, encoder_hidden_states, encoder_attention_mask, added_cond_kwargs
-        )
+        text, text_mask = encoder_hidden_states, encoder_attention_mask
+        check_denoiser_inputs(self.config, hidden_states, class_labels, text, text_mask, added_cond_kwargs)
         if scale is not None:
             scale_lora_layers(self, scale)
         try:
-            sample = self._denoise(hidden_states, timestep, class_labels, encoder_hidden_states, encoder_attention_mask)
+            sample = self._denoise(hidden_states, timestep, class_labels, text, text_mask)
         finally:
             if scale is not None:
                 unscale_lora_layers(self, scale)
@@ -321,40 +323,3 @@ class LinearDiTTransformer2DModel(
                     raise ValueError(f"attention_kwargs may hold 'scale', that of LoRA layers; got {key!r}")
                 scale = value
         return scale if USE_PEFT_BACKEND else None
-
-    def _check_inputs(self, latent, class_labels, text, text_mask, added_cond_kwargs) -> None:
-        c = self.config
-        if latent.ndim != 4 or latent.shape[1] != c.in_channels:
-            raise ValueError(
-                f"hidden_states must be (B, in_channels, H, W) with in_channels = {c.in_channels}, "
-                f"got shape {tuple(latent.shape)}"
-            )
-        for name, size in zip(("height", "width"), latent.shape[2:]):
-            check_multiple(f"the {name} of hidden_states", size, c.patch_size, "patch_size")
-        if class_labels is not None:
-            if c.num_classes is None:
-                raise ValueError("class_labels were given to a model without classes (num_classes=None)")
-            # Elsewhere reading the labels would wait for the device; pipelines check them before.
-            if class_labels.device.type == "cpu" and not torch.compiler.is_compiling():
-                wrong = class_labels[(class_labels < 0) | (class_labels > c.num_classes)]
-                if len(wrong):
-                    raise ValueError(
-                        f"class_labels must be 0…{c.num_classes - 1}, or {c.num_classes} for no class; "
-                        f"got {sorted(set(wrong.tolist()))}"
-                    )
-        if (text is None) != (c.caption_channels is None):
-            raise ValueError(
-                "encoder_hidden_states were given to a model without text (caption_channels=None)"
-                if c.caption_channels is None
-                else "encoder_hidden_states are missing: the model is conditioned on text"
-            )
-        if text is not None and text.shape[-1] != c.caption_channels:
-            raise ValueError(
-                f"encoder_hidden_states must be (B, T, caption_channels) with caption_channels = {c.caption_channels}, "
-                f"got shape {tuple(text.shape)}"
-            )
-        if text is None and text_mask is not None:
-            raise ValueError("encoder_attention_mask was given without encoder_hidden_states")
-        for key, value in (added_cond_kwargs or {}).items():
-            if value is not None:
-                raise ValueError(f"the model has no additional conditions, but added_cond_kwargs[{key!r}] was given")

@@ -67,7 +67,7 @@ PRESETS: dict[str, dict[str, Any]] = _presets()
 
 
 def create_denoiser(name: str, **overrides: Any) -> LinearDiTTransformer2DModel:
-    """Build a denoiser of a published size with fresh weights.
+    """Build a denoiser of a published size with fresh weights, zeroed where DiT zeroes them (``zero_init``).
 
     Args:
         name: ``dig_{s,b,l,xl}_{2,4,8}``, the same with ``_skip``, ``lit_{s,b,l,xl}_2``, ``dit_{s,b,l,xl}_{2,4,8}``,
@@ -80,4 +80,4 @@ def create_denoiser(name: str, **overrides: Any) -> LinearDiTTransformer2DModel:
     """
     if name not in PRESETS:
         raise ValueError(f"denoiser must be one of {', '.join(sorted(PRESETS))}; got {name!r}")
-    return LinearDiTTransformer2DModel(**{**PRESETS[name], **overrides})
+    return LinearDiTTransformer2DModel(**{**PRESETS[name], **overrides}).zero_init()

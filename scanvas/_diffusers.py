@@ -62,7 +62,7 @@ def _add_library(module: ModuleType) -> None:
 
 
 def register(names: Iterable[str]) -> None:
-    """Announce the classes ``names``, attributes of ``scanvas``, to diffusers: now if it is imported, else once it is."""
+    """Announce ``names``, attributes of ``scanvas``, to diffusers: now if it is imported, else once it is."""
     actions = {"diffusers": _add_attributes(names), _LOADING: _add_library}
     for name in list(actions):
         if name in sys.modules:

@@ -211,7 +211,7 @@ def test_misfits_are_named(tmp_path):
             "extra has no place",
         ):
             assert part in str(error.value)
-    with pytest.raises(ValueError, match="no tensor x_embedder.proj.weight.*it has a, b"):
+    with pytest.raises(ValueError, match=r"no tensor x_embedder.proj.weight.*it has a, b"):
         convert_dig_checkpoint({"a": torch.zeros(1), "b": torch.zeros(1)})
     with pytest.raises(ValueError, match="pos_embed does not hold the fixed sin-cos positions"):
         convert_dig_checkpoint(sd | {"pos_embed": torch.zeros(1, 16, 64)})

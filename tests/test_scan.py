@@ -27,5 +27,5 @@ def test_orders(order, grid):
 
 
 def test_unknown_order():
-    with pytest.raises(ValueError, match="scan order must be one of raster, .*'spiral'"):
+    with pytest.raises(ValueError, match=r"scan order must be one of raster, .*'spiral'"):
         check_order("spiral")

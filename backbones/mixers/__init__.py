@@ -1,9 +1,11 @@
 """Token mixers by name. A mixer is one file here and one line in ``MIXERS``; see CONTRIBUTING.md."""
 
-from .base import TokenMixer
+from .base import TokenConv, TokenMixer
 from .gla import GatedLinearAttention
 from .linear import LinearAttention
 from .softmax import SoftmaxAttention
+
+__all__ = ["MIXERS", "TokenConv", "TokenMixer", "create_mixer", "list_mixers"]
 
 MIXERS: dict[str, type[TokenMixer]] = {
     "gla": GatedLinearAttention,

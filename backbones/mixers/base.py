@@ -10,6 +10,31 @@ from torch import Tensor, nn
 from scanvas.kernels.conv import depthwise_conv2d
 
 
+class TokenConv(nn.Conv2d):
+    """Depthwise k×k convolution with zero padding on image tokens.
+
+    Called as a module, so that what hooks into modules (offloading, casting, profilers) sees it.
+    """
+
+    def __init__(self, dim: int, kernel_size: int = 3, bias: bool = True, device=None, dtype=None):
+        padding = kernel_size // 2
+        super().__init__(dim, dim, kernel_size, padding=padding, groups=dim, bias=bias, device=device, dtype=dtype)
+
+    @torch.jit.ignore
+    def forward(self, x: Tensor, grid: tuple[int, int], activation: str | None = None) -> Tensor:
+        """``(B, H·W, C)`` in raster order, ``grid`` = (H, W) → the same shape; see ``depthwise_conv2d``."""
+        return depthwise_conv2d(x, self.weight, grid, self.bias, activation=activation)
+
+    @torch.no_grad()
+    def init_identity(self) -> None:
+        """Make it pass its input through: centre tap 1, all else 0 (DiG, arXiv:2405.18428, section 3.3)."""
+        nn.init.zeros_(self.weight)
+        centre = self.kernel_size[0] // 2
+        self.weight[:, :, centre, centre] = 1
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
 @register_notrace_module
 class TokenMixer(nn.Module, ABC):
     """A layer which lets tokens exchange information: attention, or what takes its place.
@@ -153,13 +178,8 @@ class TokenMixer(nn.Module, ABC):
         """
 
     def convolve(
-        self, conv: nn.Conv2d, x: Tensor, grid: tuple[int, int], prefix: int, activation: str | None = None
+        self, conv: TokenConv, x: Tensor, grid: tuple[int, int], prefix: int, activation: str | None = None
     ) -> Tensor:
         """Apply a depthwise convolution to the image tokens of ``x`` and pass the prefix tokens through unchanged."""
-        image = depthwise_conv2d(x[:, prefix:], conv.weight, grid, conv.bias, activation=activation)
+        image = conv(x[:, prefix:], grid, activation)
         return torch.cat((x[:, :prefix], image), dim=1) if prefix else image
-
-
-def depthwise(dim: int, kernel_size: int, bias: bool = True, **factory) -> nn.Conv2d:
-    """Parameters of a depthwise convolution that keeps the size of the image."""
-    return nn.Conv2d(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim, bias=bias, **factory)

@@ -10,7 +10,7 @@ from scanvas.kernels.gate import gated_mix
 from scanvas.kernels.gated import attention_matrix, gated_linear_attention_from_logits
 from scanvas.kernels.gated.reference import log_decay_from_logits
 
-from .base import TokenMixer, depthwise
+from .base import TokenConv, TokenMixer
 
 
 class GatedLinearAttention(TokenMixer):
@@ -84,7 +84,7 @@ class GatedLinearAttention(TokenMixer):
         self.norm_eps = norm_eps
         self.impl = impl
 
-        self.conv = depthwise(dim, 3, bias=False, **factory) if local else None
+        self.conv = TokenConv(dim, 3, bias=False, **factory) if local else None
         self.make_projections(key_dim, value_dim, bias=False, proj_drop=proj_drop, **factory)
         directions = 2 if bidirectional else 1
         self.decay_proj = nn.Sequential(

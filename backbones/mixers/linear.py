@@ -7,7 +7,7 @@ from torch import Tensor
 
 from scanvas.kernels.linear import attention_matrix, linear_attention
 
-from .base import TokenMixer, depthwise
+from .base import TokenConv, TokenMixer
 
 
 class LinearAttention(TokenMixer):
@@ -46,7 +46,7 @@ class LinearAttention(TokenMixer):
         factory = {"device": device, "dtype": dtype}
         self.eps = eps
         self.make_projections(dim, dim, bias=qkv_bias, proj_drop=proj_drop, **factory)
-        self.conv = depthwise(dim, kernel_size, **factory) if kernel_size else None
+        self.conv = TokenConv(dim, kernel_size, **factory) if kernel_size else None
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return linear_attention(F.relu(q), F.relu(k), v, eps=self.eps)
