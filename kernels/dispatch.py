@@ -60,9 +60,10 @@ def outside_autocast(function: Callable) -> Callable:
 
     @wraps(function)
     def run(tensor: torch.Tensor, *args, **kwargs):
-        if not torch.is_autocast_enabled(tensor.device.type):
+        device = tensor.device.type
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return function(tensor, *args, **kwargs)
-        with torch.autocast(tensor.device.type, enabled=False):
+        with torch.autocast(device, enabled=False):
             return function(tensor, *args, **kwargs)
 
     return run
