@@ -61,6 +61,13 @@ class PatchEmbed(nn.Module):
         return self.proj(x).permute(0, 2, 3, 1)
 
 
+def reset_parts(model: nn.Module) -> None:
+    """Call ``reset_parameters`` of every module inside a model, a mixer's after those of its own parts."""
+    for module in reversed(list(model.modules())[1:]):
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
 @torch.jit.ignore
 def check_divisible(height: int, width: int, patch_size: int) -> None:
     """Refuse an image size that is not made of whole patches."""
@@ -177,6 +184,17 @@ class Vig(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
 
+        self.init_weights(needs_reset=False)
+
+    @torch.jit.ignore
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """Initialise as the original does: N(0, 0.02) for linear layers, mixers as they want it, the rest as PyTorch.
+
+        Args:
+            needs_reset: initialise the rest too, as after ``to_empty`` on a model built on the meta device.
+        """
+        if needs_reset:
+            reset_parts(self)
         init_linears(self, std=0.02, truncated=False, skip_mixers=True)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .block import Block, init_linears, swiglu_hidden
 from .convert import convert_vig_h_checkpoint
+from .vig import reset_parts
 
 __all__ = ["VigH"]
 
@@ -138,6 +139,17 @@ class VigH(nn.Module):
         ]
         self.norm = LayerNorm2d(dims[-1], eps=1e-5, **factory)
         self.head = ClassifierHead(dims[-1], num_classes, pool_type=global_pool, drop_rate=drop_rate, **factory)
+        self.init_weights(needs_reset=False)
+
+    @torch.jit.ignore
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """Initialise as the original does: every linear layer truncated N(0, 0.02), the rest as mixers and PyTorch do.
+
+        Args:
+            needs_reset: initialise the rest too, as after ``to_empty`` on a model built on the meta device.
+        """
+        if needs_reset:
+            reset_parts(self)
         init_linears(self, std=0.02, truncated=True, skip_mixers=False)
 
     @torch.jit.ignore
