@@ -4,6 +4,7 @@ from importlib import import_module
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 from diffusers.loaders import FromOriginalModelMixin, PeftAdapterMixin
 from diffusers.models.attention import AttentionMixin
 from diffusers.models.cache_utils import CacheMixin
@@ -202,6 +203,11 @@ class LinearDiTTransformer2DModel(
         super().unfuse_qkv_projections()
         while self._fused_mixers:
             self._fused_mixers.pop().fuse_projections(False)
+
+    def enable_cache(self, config) -> None:
+        """As in diffusers, whose caches that skip blocks are told here what a block takes and returns."""
+        TransformerBlockRegistry.register(LinearDiTBlock, TransformerBlockMetadata(return_hidden_states_index=0))
+        super().enable_cache(config)
 
     @classmethod
     def from_single_file(cls, pretrained_model_link_or_path_or_dict, **kwargs) -> "LinearDiTTransformer2DModel":

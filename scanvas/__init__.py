@@ -27,6 +27,8 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 # public name -> the module that defines it, imported at first use
 _LAZY: dict[str, str] = {
     "LinearDiTTransformer2DModel": "scanvas.diffusion.denoiser",
+    "LinearDiTClassPipeline": "scanvas.diffusion.pipeline_class",
+    "LinearDiTTextToImagePipeline": "scanvas.diffusion.pipeline_text",
     "create_denoiser": "scanvas.diffusion.presets",
     "convert_dig_checkpoint": "scanvas.diffusion.convert",
 }
