@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from scanvas.kernels import dispatch
@@ -9,6 +10,10 @@ from scanvas.kernels import dispatch
 from .reference import convolve
 
 IMPLEMENTATIONS: dict[str, Callable] = {"torch": convolve}
+if dispatch.TRITON_USABLE:
+    from . import triton
+
+    IMPLEMENTATIONS["triton"] = triton.convolve
 ACTIVATIONS = (None, "silu")
 
 
@@ -49,5 +54,7 @@ def depthwise_conv2d(
         raise ValueError(f"depthwise_conv2d: bias must be (C,) = ({C},), got {tuple(bias.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"depthwise_conv2d: activation must be one of {ACTIVATIONS}, got {activation!r}")
+    if impl == "auto" and x.dtype == torch.float64:
+        impl = "torch"  # the kernels sum in float32
     name = dispatch.resolve("depthwise_conv2d", impl, x.device, IMPLEMENTATIONS)
     return IMPLEMENTATIONS[name](x, weight, (H, W), bias, activation)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from scanvas.kernels import dispatch
@@ -9,6 +10,10 @@ from scanvas.kernels import dispatch
 from .reference import mix
 
 IMPLEMENTATIONS: dict[str, Callable] = {"torch": mix}
+if dispatch.TRITON_USABLE:
+    from . import triton
+
+    IMPLEMENTATIONS["triton"] = triton.mix
 ACTIVATIONS = (None, "silu")
 
 
@@ -55,5 +60,7 @@ def gated_mix(
             raise ValueError(f"gated_mix: {name} must be {shape} for o of shape {tuple(o.shape)}, got {tuple(x.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"gated_mix: activation must be one of {ACTIVATIONS}, got {activation!r}")
+    if impl == "auto" and gate.dtype == torch.float64:
+        impl = "torch"  # the kernels sum in float32
     name = dispatch.resolve("gated_mix", impl, o.device, IMPLEMENTATIONS)
     return IMPLEMENTATIONS[name](o, local, gate, o_weight, local_weight, eps, activation)

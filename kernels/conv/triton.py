@@ -1,0 +1,190 @@
+"""Depthwise convolution of tokens in Triton, with bias and SiLU, forward and backward.
+
+Bound by memory: each input is read once from it and each output written once; the k² reads of a token by its
+neighbours hit the cache, since a program holds consecutive tokens and channels lie next to each other.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TOKENS = 64  # of a tile of the forward kernel
+GRADIENT_TOKENS = 256  # of a tile whose weight gradients are summed in one program
+
+
+@triton.jit
+def _taps(x_ptr, w_ptr, n, c, inside, H, W, C, stride, K: tl.constexpr, FLIP: tl.constexpr, acc):
+    """acc + Σ over the window of x·w for tokens ``n`` (BN,) and channels ``c`` (BC,) of one image."""
+    row, col = n // W, n % W
+    for dy in tl.static_range(K):
+        for dx in tl.static_range(K):
+            y, x = row + dy - K // 2, col + dx - K // 2
+            ok = inside & ((y >= 0) & (y < H) & (x >= 0) & (x < W))[:, None]
+            value = tl.load(x_ptr + (y * W + x).to(tl.int64)[:, None] * stride + c[None, :], mask=ok, other=0.0)
+            tap = (K * K - 1 - dy * K - dx) if FLIP else dy * K + dx
+            weight = tl.load(w_ptr + c * (K * K) + tap, mask=c < C, other=0.0).to(tl.float32)
+            acc += value.to(tl.float32) * weight[None, :]
+    return acc
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,  # (B, N, C), strides (x_batch, x_token, 1)
+    w_ptr,  # (C, K, K)
+    bias_ptr,  # (C,)
+    out_ptr,  # (B, N, C)
+    H,
+    W,
+    C,
+    x_batch,
+    x_token,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    FLIP: tl.constexpr,
+    BN: tl.constexpr,
+    BC: tl.constexpr,
+):
+    tiles = tl.cdiv(H * W, BN)
+    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    b, block = rest // tl.cdiv(C, BC), rest % tl.cdiv(C, BC)
+    n, c = tile * BN + tl.arange(0, BN), block * BC + tl.arange(0, BC)
+    inside = (n < H * W)[:, None] & (c < C)[None, :]
+    acc = tl.zeros((BN, BC), tl.float32)
+    acc = _taps(x_ptr + b.to(tl.int64) * x_batch, w_ptr, n, c, inside, H, W, C, x_token, K, FLIP, acc)
+    if BIAS:
+        acc += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        acc *= tl.sigmoid(acc)
+    offset = (b.to(tl.int64) * H * W + n)[:, None] * C + c[None, :]
+    tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gradient_kernel(
+    x_ptr,  # (B, N, C), strides (x_batch, x_token, 1)
+    w_ptr,  # (C, K, K)
+    bias_ptr,  # (C,)
+    d_out_ptr,  # (B, N, C)
+    d_pre_ptr,  # (B, N, C), gradient before SiLU, written only with SILU
+    partial_ptr,  # (B·tiles, K·K + 1, C) float32, this program's share of the gradients of weight and bias
+    H,
+    W,
+    C,
+    x_batch,
+    x_token,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BN: tl.constexpr,
+    BC: tl.constexpr,
+):
+    tiles = tl.cdiv(H * W, BN)
+    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    b, block = rest // tl.cdiv(C, BC), rest % tl.cdiv(C, BC)
+    n, c = tile * BN + tl.arange(0, BN), block * BC + tl.arange(0, BC)
+    inside = (n < H * W)[:, None] & (c < C)[None, :]
+    image = x_ptr + b.to(tl.int64) * x_batch
+    offset = (b.to(tl.int64) * H * W + n)[:, None] * C + c[None, :]
+    gradient = tl.load(d_out_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        pre = tl.zeros((BN, BC), tl.float32)
+        pre = _taps(image, w_ptr, n, c, inside, H, W, C, x_token, K, False, pre)
+        if BIAS:
+            pre += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        s = tl.sigmoid(pre)
+        gradient *= s * (1.0 + pre * (1.0 - s))
+        tl.store(d_pre_ptr + offset, gradient.to(d_pre_ptr.dtype.element_ty), mask=inside)
+    out = partial_ptr + (b.to(tl.int64) * tiles + tile) * (K * K + 1) * C + c
+    row, col = n // W, n % W
+    for dy in tl.static_range(K):
+        for dx in tl.static_range(K):
+            y, x = row + dy - K // 2, col + dx - K // 2
+            ok = inside & ((y >= 0) & (y < H) & (x >= 0) & (x < W))[:, None]
+            value = tl.load(image + (y * W + x).to(tl.int64)[:, None] * x_token + c[None, :], mask=ok, other=0.0)
+            share = tl.sum(value.to(tl.float32) * gradient, axis=0)
+            tl.store(out + (dy * K + dx) * C, share, mask=c < C)
+    tl.store(out + K * K * C, tl.sum(gradient, axis=0), mask=c < C)
+
+
+def _channels(C: int) -> int:
+    return min(64, triton.next_power_of_2(C))
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Channels must be neighbours; batch and token may have any stride."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _launch(x, weight, bias, H, W, silu, flip, dtype):
+    B, N, C = x.shape
+    out = torch.empty((B, N, C), device=x.device, dtype=dtype)
+    BC = _channels(C)
+    grid = (triton.cdiv(N, TOKENS) * triton.cdiv(C, BC) * B,)
+    with torch.cuda.device_of(x):
+        _forward_kernel[grid](
+            x, weight, weight if bias is None else bias, out, H, W, C, x.stride(0), x.stride(1),
+            K=weight.shape[-1], BIAS=bias is not None, SILU=silu, FLIP=flip, BN=TOKENS, BC=BC, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("scanvas::depthwise_conv2d", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, H: int, W: int, silu: bool, dtype: torch.dtype) -> Tensor:
+    return _launch(_dense(x), weight.contiguous(), bias, H, W, silu, False, dtype)
+
+
+@_forward.register_fake
+def _(x, weight, bias, H, W, silu, dtype):
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@torch.library.custom_op("scanvas::depthwise_conv2d_backward", mutates_args=())
+def _backward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, d_out: Tensor, H: int, W: int, silu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, d_out = _dense(x), weight.contiguous(), d_out.contiguous()
+    B, N, C = x.shape
+    K, BC = weight.shape[-1], min(32, _channels(C))
+    tiles = triton.cdiv(N, GRADIENT_TOKENS)
+    partial = torch.empty((B * tiles, K * K + 1, C), device=x.device, dtype=torch.float32)
+    d_pre = torch.empty_like(d_out) if silu else d_out
+    with torch.cuda.device_of(x):
+        _gradient_kernel[(tiles * triton.cdiv(C, BC) * B,)](
+            x, weight, weight if bias is None else bias, d_out, d_pre, partial, H, W, C, x.stride(0), x.stride(1),
+            K=K, BIAS=bias is not None, SILU=silu, BN=GRADIENT_TOKENS, BC=BC, num_warps=8,
+        )  # fmt: skip
+    d_x = _launch(d_pre, weight, None, H, W, False, True, x.dtype)
+    d_weight = partial[:, :-1].sum(0).T.reshape(weight.shape).to(weight.dtype)
+    return d_x, d_weight, partial[:, -1].sum(0).to(weight.dtype if bias is None else bias.dtype)
+
+
+@_backward.register_fake
+def _(x, weight, bias, d_out, H, W, silu):
+    like = weight if bias is None else bias
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), like.new_empty(x.shape[2])
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, ctx.H, ctx.W, ctx.silu, _ = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _differentiate(ctx, d_out):
+    x, weight, bias = ctx.saved_tensors
+    d_x, d_weight, d_bias = _backward(x, weight, bias, d_out, ctx.H, ctx.W, ctx.silu)
+    return d_x, d_weight, None if bias is None else d_bias, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def convolve(x: Tensor, weight: Tensor, grid: tuple[int, int], bias: Tensor | None, activation: str | None) -> Tensor:
+    """Arguments and result as ``reference.convolve``; sums are float32 whatever the dtypes. Like a convolution of
+    PyTorch's, it gives autocast's dtype under autocast."""
+    if x.dtype == torch.float64:
+        raise TypeError("depthwise_conv2d: impl='triton' sums in float32, but x is float64; use impl='torch'")
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return _forward(x, weight, bias, *grid, activation == "silu", dtype)

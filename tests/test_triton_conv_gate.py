@@ -1,0 +1,108 @@
+"""The Triton kernels of the depthwise convolution and the gated mix, on a GPU or under Triton's interpreter."""
+
+import pytest
+import torch
+
+from scanvas.kernels import dispatch
+from scanvas.kernels.conv import depthwise_conv2d
+from scanvas.kernels.gate import gated_mix
+
+pytestmark = pytest.mark.skipif(
+    not dispatch.TRITON_USABLE, reason="needs a GPU, or TRITON_INTERPRET=1 (see test_triton_interpreted.py)"
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The float32 kernels differ from float64 by rounding only; bfloat16 and float16 by the rounding of inputs and outputs.
+BUDGET = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+# batch, grid, channels, size, bias, activation. The interpreter takes about a second for a tile: small ones only there.
+CONVOLUTIONS = [(2, (3, 5), 6, 3, False, "silu"), (1, (1, 1), 3, 3, True, None), (1, (2, 7), 3, 5, True, "silu")]
+if not dispatch.INTERPRETED:
+    CONVOLUTIONS += [
+        (33, (7, 5), 24, 3, False, "silu"),
+        (8, (20, 31), 70, 5, True, "silu"),
+        (2, (64, 48), 384, 3, True, None),
+    ]
+
+
+def relative_error(actual, exact):
+    assert actual.isfinite().all()
+    return ((actual.double() - exact).norm() / exact.norm()).item()
+
+
+def compare(function, inputs, dtypes):
+    """Output and gradients of the kernel against the torch form in float64 on the same, rounded, inputs."""
+    rounded = [None if x is None else x.to(DEVICE, dtype) for x, dtype in zip(inputs, dtypes)]
+    low = [None if x is None else x.detach().requires_grad_() for x in rounded]
+    high = [None if x is None else x.detach().double().requires_grad_() for x in rounded]
+    actual, exact = function(*low, impl="triton"), function(*high, impl="torch")
+    budget = BUDGET[dtypes[0]]
+    assert relative_error(actual, exact) < budget
+    # An expanded gradient, as of y.sum(), and a transposed one.
+    upstream = torch.randn(exact.shape[1], exact.shape[0], *exact.shape[2:], device=DEVICE).transpose(0, 1)
+    for gradient in (torch.ones((), device=DEVICE).expand(exact.shape), upstream):
+        wanted = [x for x in high if x is not None]
+        got = torch.autograd.grad(
+            actual, [x for x in low if x is not None], gradient.to(actual.dtype), retain_graph=True
+        )
+        true = torch.autograd.grad(exact, wanted, gradient.to(actual.dtype).double(), retain_graph=True)
+        for g, t, x in zip(got, true, wanted):
+            assert g.shape == x.shape
+            assert relative_error(g, t) < 2 * budget
+
+
+@pytest.mark.parametrize("dtype", BUDGET)
+@pytest.mark.parametrize(
+    ("batch", "grid", "channels", "size", "bias", "activation"),
+    CONVOLUTIONS,
+)
+def test_convolution(dtype, batch, grid, channels, size, bias, activation):
+    torch.manual_seed(0)
+    tokens = grid[0] * grid[1]
+    x = torch.randn(batch, tokens + 1, channels)[:, 1:]  # as after a class token: not contiguous
+    weight = torch.randn(channels, 1, size, size) * 0.3
+    inputs = (x, weight, torch.randn(channels) if bias else None)
+
+    def function(x, weight, bias, impl):
+        return depthwise_conv2d(x, weight, grid, bias, activation=activation, impl=impl)
+
+    # Under autocast the parameters stay float32 while tokens are half precision.
+    compare(function, inputs, (dtype, torch.float32, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", BUDGET)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "dim", "activation"), [(2, 9, 3, 64, "silu"), (1, 1, 1, 5, None), (3, 41, 2, 72, None)]
+)
+def test_gated_mix(dtype, batch, tokens, heads, dim, activation):
+    torch.manual_seed(1)
+    inputs = (
+        torch.randn(batch, heads, tokens, dim).transpose(1, 2),
+        torch.randn(batch, tokens, heads * dim),
+        torch.randn(batch, tokens, heads * dim) * 4,
+        torch.rand(dim) + 0.5,
+        torch.rand(dim) + 0.5,
+    )
+
+    def function(*tensors, impl):
+        return gated_mix(*tensors, activation=activation, impl=impl)
+
+    compare(function, inputs, (dtype,) * 3 + (torch.float32,) * 2)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1e4])
+def test_gated_mix_is_finite_for_any_magnitude(scale):
+    torch.manual_seed(2)
+    o, local, gate = (torch.randn(1, 4, 8, device=DEVICE) * scale for _ in range(3))
+    weight = torch.ones(4, device=DEVICE)
+    tensors = [x.requires_grad_() for x in (o.unflatten(2, (2, 4)), local, gate)]
+    out = gated_mix(*tensors, weight, weight, impl="triton")
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), tensors))
+    torch.testing.assert_close(out, gated_mix(*tensors, weight, weight, impl="torch"), rtol=1e-5, atol=1e-6)
+
+
+def test_float64_is_refused_by_the_kernels_and_kept_by_auto():
+    x, weight = torch.randn(1, 4, 2, device=DEVICE, dtype=torch.float64), torch.randn(2, 1, 3, 3, device=DEVICE)
+    with pytest.raises(TypeError, match="float64"):
+        depthwise_conv2d(x, weight, (2, 2), impl="triton")
+    assert depthwise_conv2d(x, weight, (2, 2)).dtype == torch.float64
