@@ -137,46 +137,47 @@ _IMAGES = {224: 16, 1024: 1}  # resolution → images in a batch
 
 
 def bench_models(out: str, *, device: str | None = None, quick: bool = False) -> dict[str, Any]:
-    """Inference of a ViG and of timm's ViT of the same size, each in processes of its own."""
+    """Inference of a ViG and of timm's ViT of the same size; peak memory in processes of their own."""
     chosen = pick_device(device)
     rows = []
     for side in [224] if quick else list(_IMAGES):
-        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in MODEL_PEERS}
-        for _ in range(1 if quick else 3):
-            for name in MODEL_PEERS:
-                request = {"name": name, "side": side, "batch": _IMAGES[side], "device": str(chosen)}
-                turns[name].append(in_fresh_process("scanvas.train.bench", request))
-        for name, measured in turns.items():
-            best = min(m["seconds"] for m in measured)
+        requests = [{"name": n, "side": side, "batch": _IMAGES[side], "device": str(chosen)} for n in MODEL_PEERS]
+        peaks = [in_fresh_process("scanvas.train.bench", request)["peak"] for request in requests]
+        seconds = times({request["name"]: _model_call(request) for request in requests}, chosen)
+        for request, peak in zip(requests, peaks):
             rows.append(
                 {
-                    "model": name,
+                    "model": request["name"],
                     "side": side,
-                    "batch": _IMAGES[side],
-                    "images_per_second": _IMAGES[side] / best,
-                    "peak_mb": min(m["peak"] for m in measured) / 2**20,
+                    "batch": request["batch"],
+                    "images_per_second": request["batch"] / seconds[request["name"]],
+                    "peak_mb": peak / 2**20,
                 }
             )
     result = {"versions": versions(chosen), "rows": rows, "ratios": _model_ratios(rows)}
     return _finish(Path(out), "models", result, _model_panels(rows))
 
 
-def measure_model(request: dict[str, Any]) -> dict[str, float]:
-    """``{"seconds", "peak"}`` of one forward pass; run in a fresh process."""
+def _model_call(request: dict[str, Any]) -> Callable[[], None]:
+    """One forward pass of the model, resolution and batch that ``request`` names."""
     import timm
 
     import scanvas  # noqa: F401 - registers the models with timm
 
-    device = torch.device(request["device"])
-    model = timm.create_model(request["name"], img_size=request["side"]).eval().to(device)
-    image = torch.randn(request["batch"], 3, request["side"], request["side"], device=device)
+    device, side = torch.device(request["device"]), request["side"]
+    model = timm.create_model(request["name"], img_size=side).eval().to(device)
+    image = torch.randn(request["batch"], 3, side, side, device=device)
 
-    def call():
+    def call() -> None:
         with torch.inference_mode():
             model(image)
 
-    peak = peak_memory(call, device)
-    return {"peak": peak, "seconds": times({"model": call}, device, rounds=5)["model"]}
+    return call
+
+
+def measure_peak(request: dict[str, Any]) -> dict[str, int]:
+    """``{"peak": bytes}`` of one forward pass beyond the weights; run in a fresh process."""
+    return {"peak": peak_memory(_model_call(request), torch.device(request["device"]))}
 
 
 def _model_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -265,4 +266,4 @@ def _plot(path: Path, panels: list[tuple]) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure_model(json.loads(sys.argv[1]))))
+    print(json.dumps(measure_peak(json.loads(sys.argv[1]))))

@@ -7,6 +7,7 @@ Each task owns one dataclass that is built of the sections below; ``load(cls, re
 from __future__ import annotations
 
 import dataclasses
+import os
 import types
 import typing
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class DataConfig:
     std: list[float] | None = None
     interpolation: str | None = None
     crop_pct: float | None = None
-    workers: int = 4  # processes; 0 loads in the training process
+    workers: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))  # processes; 0: the training process
     on_error: Literal["skip", "stop"] = "skip"  # an image that cannot be read
 
 

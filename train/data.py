@@ -41,7 +41,7 @@ def open_split(config: DataConfig, split: str, *, class_map: dict[str, int] | No
 
 
 def _open_folder(config: DataConfig, split: str, class_map: dict[str, int] | None):
-    folder = _split_folder(Path(config.root), split)
+    folder = split_folder(Path(config.root), split)
     try:
         return create_dataset("", root=str(folder), search_split=False, class_map=class_map)
     except RuntimeError as error:
@@ -50,7 +50,8 @@ def _open_folder(config: DataConfig, split: str, class_map: dict[str, int] | Non
         ) from error
 
 
-def _split_folder(root: Path, split: str) -> Path:
+def split_folder(root: Path, split: str) -> Path:
+    """The folder of a split, which may also be called by one of its usual other names. Raises DataError."""
     if not root.is_dir():
         raise DataError(f"data.root={str(root)!r} is not a folder")
     names = next((s for s in _SYNONYMS if split in s), ())
@@ -82,7 +83,7 @@ def _open_hfds(config: DataConfig, split: str):
     finally:
         if bars:
             datasets.enable_progress_bars()
-    columns = dataset.reader.dataset.column_names
+    columns = dataset.reader.dataset.data.column_names  # the table's: the reader has cast the dataset's already
     for option, column in (("data.image_key", keys["input_key"]), ("data.label_key", keys["target_key"])):
         if column not in columns:
             raise DataError(f"{option}={column!r} is no column of {config.root}{nearest(column, columns)}")
@@ -159,7 +160,7 @@ def open_pair(config: DataConfig, num_classes: int | None, **stream):
 
 
 def _compare_folders(config: DataConfig, class_map: dict[str, int]) -> None:
-    folder = _split_folder(Path(config.root), config.val_split)
+    folder = split_folder(Path(config.root), config.val_split)
     present = {name for _, folders, _ in os.walk(folder, followlinks=True) for name in folders}
     missing = sorted(set(class_map) - present)
     with_images = set(open_split(config, config.val_split).reader.class_to_idx)

@@ -46,13 +46,17 @@ def create_optimizer(model: nn.Module, config: OptimConfig, global_batch: int) -
 
 
 def create_scheduler(optimizer, config: OptimConfig, epochs: int, steps_per_epoch: int):
-    """A timm scheduler stepped once per optimiser step by ``step_update(steps done)``."""
+    """A timm scheduler stepped once per optimiser step by ``step_update(steps done)``.
+
+    The schedule proper begins where the warm-up ends, so that the rate has no jump there.
+    """
     if config.warmup_epochs >= epochs and config.warmup_epochs > 0:
         raise ConfigError(f"optim.warmup_epochs={config.warmup_epochs} must be below train.epochs={epochs}")
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched=config.schedule,
-        num_epochs=epochs,
+        num_epochs=epochs - config.warmup_epochs,
+        warmup_prefix=True,
         warmup_epochs=config.warmup_epochs,
         warmup_lr=config.warmup_lr,
         min_lr=config.min_lr,
