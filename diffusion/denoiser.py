@@ -1,5 +1,6 @@
 """``LinearDiTTransformer2DModel``: a diffusion transformer whose attention is any mixer, as a diffusers model."""
 
+from functools import wraps
 from importlib import import_module
 
 import torch
@@ -220,8 +221,9 @@ class LinearDiTTransformer2DModel(
             kwargs.setdefault("original_config", {})  # the hyper-parameters are read off the tensors
         return super().from_single_file(pretrained_model_link_or_path_or_dict, **kwargs)
 
+    @wraps(ModelMixin.save_pretrained)  # pipelines look at its signature
     def save_pretrained(self, *args, **kwargs) -> None:
-        """As in diffusers; projections are saved unfused, as ``from_pretrained`` will look for them."""
+        # Projections are saved unfused, as ``from_pretrained`` will look for them.
         fused = bool(self._fused_mixers)
         if fused:
             self.unfuse_qkv_projections()
