@@ -10,6 +10,14 @@ from torch import Tensor, nn
 from scanvas.kernels.conv import depthwise_conv2d
 
 
+@torch.jit.ignore
+def _convolve_tokens(
+    x: Tensor, weight: Tensor, grid: tuple[int, int], bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """``depthwise_conv2d`` with a signature that TorchScript can read."""
+    return depthwise_conv2d(x, weight, grid, bias, activation=activation)
+
+
 class TokenConv(nn.Conv2d):
     """Depthwise k×k convolution with zero padding on image tokens.
 
@@ -20,10 +28,9 @@ class TokenConv(nn.Conv2d):
         padding = kernel_size // 2
         super().__init__(dim, dim, kernel_size, padding=padding, groups=dim, bias=bias, device=device, dtype=dtype)
 
-    @torch.jit.ignore
     def forward(self, x: Tensor, grid: tuple[int, int], activation: str | None = None) -> Tensor:
         """``(B, H·W, C)`` in raster order, ``grid`` = (H, W) → the same shape; see ``depthwise_conv2d``."""
-        return depthwise_conv2d(x, self.weight, grid, self.bias, activation=activation)
+        return _convolve_tokens(x, self.weight, grid, self.bias, activation)
 
     @torch.no_grad()
     def init_identity(self) -> None:
@@ -85,6 +92,12 @@ class TokenMixer(nn.Module, ABC):
             self.to_k = nn.Linear(self.dim, key_dim, bias=bias, **factory)
             self.to_v = nn.Linear(self.dim, value_dim, bias=bias, **factory)
         self.to_out = nn.Sequential(nn.Linear(value_dim, self.dim, bias=bias, **factory), nn.Dropout(proj_drop))
+
+    def check_rope(self, key_dim: int) -> None:
+        """Refuse heads that 2-D RoPE can not rotate."""
+        width = key_dim // self.num_heads
+        if width % 4:
+            raise ValueError(f"{type(self).__name__}: rope needs heads of a width divisible by 4, got {width}")
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each ``(B, N, heads, D)``."""

@@ -13,6 +13,16 @@ from scanvas.kernels.gated.reference import log_decay_from_logits
 from .base import TokenConv, TokenMixer
 
 
+class NormWeight(nn.RMSNorm):
+    """The parameters of an RMSNorm that is computed inside a fused operation.
+
+    The weight is got by calling the module, so that offloading, which hooks into calls, brings it to the device.
+    """
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
 class GatedLinearAttention(TokenMixer):
     """``o_t = d^-½ q_t S_t``, ``S_t = diag(α_t) S_{t-1} + k_tᵀ v_t`` with a decay per channel, ``O(N)`` in time.
 
@@ -75,6 +85,8 @@ class GatedLinearAttention(TokenMixer):
             raise ValueError(f"output must be 'mix' or 'swish', got {output!r}")
         if output == "mix" and (not local or value_dim != dim):
             raise ValueError("output='mix' mixes with the local features: it needs local=True and expand_v=1")
+        if rope:
+            self.check_rope(key_dim)
         self.bidirectional = bidirectional
         self.output = output
         self.conv_act = "silu" if conv_act else None
@@ -92,8 +104,9 @@ class GatedLinearAttention(TokenMixer):
             nn.Linear(gate_rank, directions * key_dim, **factory),
         )
         self.gate_proj = nn.Linear(dim, value_dim, bias=output == "mix", **factory)
-        self.out_norm = nn.RMSNorm(value_dim // num_heads, eps=norm_eps, **factory)
-        self.local_norm = nn.RMSNorm(dim // num_heads, eps=norm_eps, **factory) if output == "mix" else None
+        norm = NormWeight if output == "mix" else nn.RMSNorm
+        self.out_norm = norm(value_dim // num_heads, eps=norm_eps, **factory)
+        self.local_norm = norm(dim // num_heads, eps=norm_eps, **factory) if output == "mix" else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -129,8 +142,8 @@ class GatedLinearAttention(TokenMixer):
                 attended,
                 features,
                 gate,
-                self.out_norm.weight,
-                self.local_norm.weight,
+                self.out_norm(),
+                self.local_norm(),
                 eps=self.norm_eps,
                 activation=self.out_act,
             )

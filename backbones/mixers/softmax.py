@@ -43,6 +43,8 @@ class SoftmaxAttention(TokenMixer):
     ):
         super().__init__(dim, num_heads, fused_projections=fused_projections)
         factory = {"device": device, "dtype": dtype}
+        if rope:
+            self.check_rope(dim)
         self.rope = rope
         self.make_projections(dim, dim, bias=qkv_bias, proj_drop=proj_drop, **factory)
         self.q_norm = nn.RMSNorm(dim // num_heads, eps=norm_eps, **factory) if qk_norm else nn.Identity()
