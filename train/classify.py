@@ -118,7 +118,7 @@ class ClassifyTask:
             image, target = self.mixup(image, target)
         return {"cross_entropy": self.loss(model(image).float(), target)}
 
-    def evaluate(self, model: nn.Module, poll: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, poll: Callable[[], None], step: int) -> dict[str, float]:
         loader = eval_batches(
             self.val_set,
             self.config.data,

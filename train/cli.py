@@ -84,6 +84,16 @@ def _train_classify(args) -> None:
     print(f"best: {json.dumps(result.best)}\nweights: {result.out / 'best'} and {result.out / 'final'}")
 
 
+@command("train denoise", "train a denoiser, by class or text; the result is a diffusers pipeline", _CONFIG, _OVERRIDES)
+def _train_denoise(args) -> None:
+    from .config import load
+    from .denoise import DenoiseConfig, train_denoiser
+
+    config = load(DenoiseConfig, args.config, args.overrides, task="denoise")
+    result = train_denoiser(config)
+    print(f"best: {json.dumps(result.best)}\npipelines: {result.out / 'best'} and {result.out / 'final'}")
+
+
 @command(
     "evaluate classify",
     "top-1 and top-5 accuracy and throughput of a classifier",
@@ -144,6 +154,27 @@ def _predict(args) -> int:
     if skipped:
         print(f"{len(skipped)} image(s) skipped: {'; '.join(skipped)}", file=sys.stderr)
     return 0 if results else 1
+
+
+@command(
+    "convert",
+    "turn an original DiG checkpoint into a diffusers model",
+    argument("source", metavar="CHECKPOINT", help="a .safetensors or PyTorch file with the original's tensor names"),
+    argument("--out", required=True, metavar="DIR", help="where the model is written, as save_pretrained does"),
+)
+def _convert(args) -> None:
+    from scanvas.diffusion.convert import convert_file
+
+    from .errors import CheckpointError
+
+    try:
+        model = convert_file(args.source, args.out)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
+    c = model.config
+    skips = ", with long skips (in the original's scan order)" if c.long_skip else ""
+    print(f"{model.num_parameters() / 1e6:.1f} M parameters, {c.num_layers} blocks of width {model.inner_dim}{skips}")
+    print(f"written to {args.out}; load it with LinearDiTTransformer2DModel.from_pretrained")
 
 
 @command(

@@ -54,8 +54,11 @@ class Task(Protocol):
     def losses(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Named scalar terms, already weighted; their sum is minimised. ``model`` is ``self.model``, wrapped."""
 
-    def evaluate(self, model: nn.Module, poll: Callable[[], None]) -> dict[str, float]:
-        """Measure ``model`` (EMA where there is one), the same on every process. Call ``poll`` between batches."""
+    def evaluate(self, model: nn.Module, poll: Callable[[], None], step: int) -> dict[str, float]:
+        """Measure ``model`` (EMA where there is one), the same on every process. Call ``poll`` between batches.
+
+        ``step``: optimiser steps done, to name pictures after. No random number of the process may be drawn.
+        """
 
     def export(self, model: nn.Module, folder: Path, metrics: dict[str, Any]) -> None:
         """Write into ``folder`` what others load. Called on the main process."""
@@ -255,7 +258,7 @@ class Loop:
         model = self.ema.module if self.ema is not None else self.plain_model
         model.eval()
         with torch.no_grad(), self.accelerator.autocast():
-            self.metrics = self.task.evaluate(model, self._poll)
+            self.metrics = self.task.evaluate(model, self._poll, self.step)
         value, best = self.metrics[self.task.metric], self.best.get(self.task.metric)
         better = best is None or (value > best if self.task.higher_is_better else value < best)
         if better:
