@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, GluMlp
+from timm.layers import DropPath, register_notrace_function
 from torch import Tensor, nn
+
+from scanvas.kernels.glu import silu_product
 
 from .mixers import TokenConv, create_mixer
 
@@ -16,19 +18,24 @@ def swiglu_hidden(dim: int, multiple: int) -> int:
     return -(-(8 * dim // 3) // multiple) * multiple
 
 
-class SwiGLU(GluMlp):
+@register_notrace_function
+@torch.jit.ignore
+def _silu_product(x: Tensor) -> Tensor:
+    """One node for tracers: which code runs depends on the device."""
+    return silu_product(x)
+
+
+class SwiGLU(nn.Module):
     """``W₂ (SiLU(a) ⊙ b)`` with ``(a, b) = W₁ x`` (arXiv:2002.05202, eq. 6), without biases."""
 
     def __init__(self, dim: int, hidden: int, device=None, dtype=None):
-        super().__init__(
-            dim,
-            hidden_features=2 * hidden,
-            act_layer=nn.SiLU,
-            gate_last=False,
-            bias=False,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__()
+        self.fc1 = nn.Linear(dim, 2 * hidden, bias=False, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, dim, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(…, dim)`` → ``(…, dim)``."""
+        return self.fc2(_silu_product(self.fc1(x)))
 
 
 class MixFFN(nn.Module):

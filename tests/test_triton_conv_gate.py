@@ -1,4 +1,4 @@
-"""The Triton kernels of the depthwise convolution and the gated mix, on a GPU or under Triton's interpreter."""
+"""The Triton kernels of the depthwise convolution, the gated mix and SwiGLU's product, on a GPU or under Triton's interpreter."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from scanvas.kernels import dispatch
 from scanvas.kernels.conv import depthwise_conv2d
 from scanvas.kernels.gate import gated_mix
+from scanvas.kernels.glu import silu_product
 
 pytestmark = pytest.mark.skipif(
     not dispatch.TRITON_USABLE, reason="needs a GPU, or TRITON_INTERPRET=1 (see test_triton_interpreted.py)"
@@ -88,6 +89,13 @@ def test_gated_mix(dtype, batch, tokens, heads, dim, activation):
         return gated_mix(*tensors, activation=activation, impl=impl)
 
     compare(function, inputs, (dtype,) * 3 + (torch.float32,) * 2)
+
+
+@pytest.mark.parametrize("dtype", BUDGET)
+@pytest.mark.parametrize("shape", [(2, 3, 10), (1, 1, 2), (5, 700)])
+def test_silu_product(dtype, shape):
+    torch.manual_seed(3)
+    compare(silu_product, (torch.randn(*shape[::-1]).permute(*range(len(shape) - 1, -1, -1)) * 4,), (dtype,))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-12, 1e4])

@@ -28,6 +28,10 @@ def depthwise_conv2d(
 ) -> Tensor:
     """Depthwise k×k convolution with zero padding ("same") on tokens, which are never permuted to NCHW in memory.
 
+    Tokens are an image in channels-last memory, for which cuDNN has kernels of its own. Measured on an H200 in bfloat16,
+    they are as quick as ours on a batch of small images and in training, while ours are up to 6 times quicker on one
+    large image and include the activation: ``"auto"`` takes ours where no gradient is recorded.
+
     Args:
         x: ``(B, H·W, C)`` tokens in raster order.
         weight: ``(C, 1, k, k)`` with odd k, as in ``torch.nn.Conv2d(C, C, k, groups=C)``.
@@ -40,8 +44,9 @@ def depthwise_conv2d(
         ``(B, H·W, C)`` in x's dtype.
 
     Raises:
-        ValueError: shapes do not fit together, or ``activation`` or ``impl`` is unknown.
+        ValueError, TypeError: shapes, dtypes or devices do not fit together, or ``activation`` or ``impl`` is unknown.
     """
+    dispatch.check_tensors("depthwise_conv2d", x=x, weight=weight, bias=bias)
     H, W = grid
     if x.ndim != 3 or x.shape[1] != H * W:
         raise ValueError(f"depthwise_conv2d: x must be (B, H·W, C) with grid (H, W) = ({H}, {W}), got {tuple(x.shape)}")
@@ -54,7 +59,9 @@ def depthwise_conv2d(
         raise ValueError(f"depthwise_conv2d: bias must be (C,) = ({C},), got {tuple(bias.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"depthwise_conv2d: activation must be one of {ACTIVATIONS}, got {activation!r}")
-    if impl == "auto" and x.dtype == torch.float64:
-        impl = "torch"  # the kernels sum in float32
+    if impl == "auto":
+        recorded = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        if recorded or x.dtype == torch.float64:  # the kernels sum in float32
+            impl = "torch"
     name = dispatch.resolve("depthwise_conv2d", impl, x.device, IMPLEMENTATIONS)
     return IMPLEMENTATIONS[name](x, weight, (H, W), bias, activation)

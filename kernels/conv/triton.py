@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS = 64  # of a tile of the forward kernel
+TOKENS = 32  # of a tile of the forward kernel
 GRADIENT_TOKENS = 256  # of a tile whose weight gradients are summed in one program
 
 
@@ -125,7 +125,7 @@ def _launch(x, weight, bias, H, W, silu, flip, dtype):
     with torch.cuda.device_of(x):
         _forward_kernel[grid](
             x, weight, weight if bias is None else bias, out, H, W, C, x.stride(0), x.stride(1),
-            K=weight.shape[-1], BIAS=bias is not None, SILU=silu, FLIP=flip, BN=TOKENS, BC=BC, num_warps=4,
+            K=weight.shape[-1], BIAS=bias is not None, SILU=silu, FLIP=flip, BN=TOKENS, BC=BC, num_warps=2,
         )  # fmt: skip
     return out
 

@@ -1,0 +1,9 @@
+"""The product of SwiGLU in plain PyTorch."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def product(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return F.silu(a) * b
