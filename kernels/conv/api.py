@@ -28,9 +28,9 @@ def depthwise_conv2d(
 ) -> Tensor:
     """Depthwise k×k convolution with zero padding ("same") on tokens, which are never permuted to NCHW in memory.
 
-    Tokens are an image in channels-last memory, for which cuDNN has kernels of its own. Measured on an H200 in bfloat16,
-    they are as quick as ours on a batch of small images and in training, while ours are up to 6 times quicker on one
-    large image and include the activation: ``"auto"`` takes ours where no gradient is recorded.
+    Tokens are an image in channels-last memory, for which cuDNN has kernels of its own. Measured on an H200 in
+    bfloat16, they are as quick as ours on a batch of small images and in training, while ours are up to 6 times quicker
+    on one large image and include the activation: ``"auto"`` takes ours where no gradient is recorded.
 
     Args:
         x: ``(B, H·W, C)`` tokens in raster order.

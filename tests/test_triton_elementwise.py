@@ -1,4 +1,4 @@
-"""The Triton kernels of the depthwise convolution, the gated mix and SwiGLU's product, on a GPU or under Triton's interpreter."""
+"""The Triton kernels of the convolution, the gated mix and SwiGLU's product, on a GPU or under the interpreter."""
 
 import pytest
 import torch
