@@ -63,7 +63,10 @@ def _add_library(module: ModuleType) -> None:
 
 def register(names: Iterable[str]) -> None:
     """Announce ``names``, attributes of ``scanvas``, to diffusers: now if it is imported, else once it is."""
-    actions = {"diffusers": _add_attributes(names), _LOADING: _add_library}
+    attributes = _add_attributes(names)
+    # diffusers' own tests look for pipelines and models in these sub-packages, too.
+    actions = dict.fromkeys(("diffusers", "diffusers.pipelines", "diffusers.models"), attributes)
+    actions[_LOADING] = _add_library
     for name in list(actions):
         if name in sys.modules:
             actions.pop(name)(sys.modules[name])

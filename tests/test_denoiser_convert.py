@@ -176,6 +176,23 @@ def test_original_flow(dim, depth, edge, patch, head_dim, skip):
 
 
 @torch.no_grad()
+def test_command(tmp_path, command):
+    sd = random_checkpoint(64, 8, 4, 2, 64, True)
+    save_file(sd, tmp_path / "dig.safetensors")
+    code, out, _ = command("convert", tmp_path / "dig.safetensors", "--out", tmp_path / "model")
+    assert code == 0
+    assert "8 blocks of width 64, with long skips" in out
+    x, t, y = torch.randn(1, 3, 8, 8), torch.tensor([500]), torch.tensor([1])
+    loaded = LinearDiTTransformer2DModel.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(loaded(x, t, y).sample, convert_dig_checkpoint(sd)(x, t, y).sample)
+    for source, message in ((tmp_path / "none.pt", "no file"), (tmp_path / "broken.safetensors", "no tensor")):
+        save_file({"a": torch.zeros(1)}, tmp_path / "broken.safetensors")
+        code, _, err = command("convert", source, "--out", tmp_path / "model")
+        assert code == 1
+        assert message in err
+
+
+@torch.no_grad()
 def test_files(tmp_path):
     sd = random_checkpoint(64, 4, 4, 2, 64, False)
     x, t, y = torch.randn(1, 3, 8, 8), torch.tensor([500]), torch.tensor([1])

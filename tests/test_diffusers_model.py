@@ -21,7 +21,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from diffusers.training_utils import EMAModel
 from diffusion_parts import VARIANTS, build, inputs, vae
 
-from scanvas import LinearDiTClassPipeline, LinearDiTTransformer2DModel
+from scanvas import LinearDiTClassPipeline, LinearDiTTransformer2DModel, list_mixers
 
 
 @pytest.fixture(params=list(VARIANTS))
@@ -167,6 +167,18 @@ def test_layerwise_casting_and_group_offload(model, tmp_path):
     assert torch.float8_e4m3fn in stored
     assert model.patch_embed.weight.dtype == torch.float32
     assert ((out - expected).square().mean() / expected.square().mean()).sqrt() < 0.2
+
+
+@pytest.mark.parametrize("mixer", list_mixers())
+def test_sequential_offload(mixer):
+    """Weights are on the meta device but while their own module is called: nothing may read them from outside."""
+    accelerate = pytest.importorskip("accelerate")
+    for mixer_kwargs in (None, {"bidirectional": False, "local": False, "output": "swish"}):
+        model = build(mixer, mixer_kwargs=mixer_kwargs if mixer == "gla" else None, **VARIANTS["text"])
+        expected = run(model)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        torch.testing.assert_close(run(model), expected)
+        assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
 def test_first_block_cache(model):

@@ -15,6 +15,7 @@ from diffusers import (
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
 )
+from diffusers.utils.source_code_parsing_utils import ReturnNameVisitor
 from diffusion_parts import denoiser, text_encoder, tokenizer, vae
 from PIL import Image
 
@@ -145,6 +146,19 @@ def test_batches(kind):
         assert len(paint(pipe, kind, **{key: [value, value]}, num_images_per_prompt=repeats)) == 2 * repeats
     noise = torch.randn(1, pipe.transformer.config.in_channels, 8, 8)
     close(paint(pipe, kind, latents=noise), paint(pipe, kind, latents=noise, seed=1))
+
+
+def test_without_the_vae(kind, tmp_path):
+    """An optional component set to None later, as diffusers' own test does: latents are then the image."""
+    pipe = pipeline(kind)
+    pipe.vae = None
+    out = paint(pipe, kind)
+    assert out.shape == (1, pipe.transformer.config.in_channels, 8, 8)
+    pipe.save_pretrained(tmp_path)
+    loaded = type(pipe).from_pretrained(tmp_path)
+    loaded.set_progress_bar_config(disable=True)
+    assert loaded.vae is None
+    close(paint(loaded, kind), out)
 
 
 def test_labels():
@@ -323,11 +337,14 @@ def test_lora(kind, tmp_path):
 
 
 def test_prompt_encoding_in_isolation():
+    finder = ReturnNameVisitor()  # how diffusers' own test learns the names of the results
+    finder.visit(finder.get_ast_tree(cls=LinearDiTTextToImagePipeline))
     full = pipeline("text")
     expected = paint(full, "text", negative_prompt="a two")
     empty = dict.fromkeys(("transformer", "scheduler", "vae"))
     text_only = LinearDiTTextToImagePipeline(**{**components("text"), **empty})
     names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
+    assert tuple(finder.return_names) == names
     encoded = dict(zip(names, text_only.encode_prompt("a handwritten seven", negative_prompt="a two")))
     assert encoded["prompt_embeds"].shape == (1, 77, 16)
     assert encoded["prompt_attention_mask"].sum() == 4
