@@ -108,6 +108,7 @@ class TrainConfig:
     torch_compile: bool = False
     seed: int = 0
     cpu: bool = False  # train on the CPU even where there is an accelerator
+    threads: int | None = None  # of the CPU; None: as torch has it
 
 
 @dataclass

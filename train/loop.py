@@ -87,6 +87,8 @@ class Loop:
         for name in ("epochs", "batch_size", "grad_accum_steps"):
             if getattr(train, name) < 1:
                 raise ConfigError(f"train.{name} must be at least 1, and is {getattr(train, name)}")
+        if train.threads is not None:
+            torch.set_num_threads(max(1, train.threads))
         self.accelerator = Accelerator(mixed_precision=train.mixed_precision, cpu=train.cpu)
         self.device, self.main = self.accelerator.device, self.accelerator.is_main_process
         self.console = Console(stderr=True)
