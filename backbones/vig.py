@@ -58,7 +58,8 @@ class PatchEmbed(nn.Module):
             ValueError: H or W is not divisible by the patch size; the message names the nearest sizes that are.
         """
         check_divisible(x.shape[-2], x.shape[-1], self.patch_size)
-        return self.proj(x).permute(0, 2, 3, 1)
+        # Tokens are channels-last, and so is all the way to them: no layout changes between convolution and norm.
+        return self.proj(x.contiguous(memory_format=torch.channels_last)).permute(0, 2, 3, 1)
 
 
 def reset_parts(model: nn.Module) -> None:
@@ -353,6 +354,8 @@ class Vig(nn.Module):
 def _create_vig(variant: str, pretrained: bool = False, gla_kwargs: dict | None = None, **kwargs) -> Vig:
     if kwargs.get("mixer", "gla") == "gla":
         kwargs["mixer_kwargs"] = {**(gla_kwargs or {}), **(kwargs.get("mixer_kwargs") or {})}
+    if kwargs.get("features_only"):
+        kwargs.setdefault("num_classes", 0)
     out_indices = kwargs.pop("out_indices", 3)
     return build_model_with_cfg(
         Vig,

@@ -257,6 +257,8 @@ class VigH(nn.Module):
 
 
 def _create_vig_h(variant: str, pretrained: bool = False, **kwargs) -> VigH:
+    if kwargs.get("features_only"):
+        kwargs.setdefault("num_classes", 0)
     return build_model_with_cfg(
         VigH,
         variant,

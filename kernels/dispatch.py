@@ -54,6 +54,25 @@ def resolve(op: str, impl: str, device: torch.device, implementations: Mapping[s
     raise ValueError(f"{op}: impl must be one of {allowed}, got {impl!r}")
 
 
+def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
+    """Refuse arguments that are not floating-point tensors on the device of the first one; ``None`` is let through.
+
+    Raises:
+        TypeError: an argument is no tensor or has no floating dtype.
+        ValueError: an argument is on another device.
+    """
+    (first_name, first), *_ = tensors.items()
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{op}: {name} must have a floating dtype, got {x.dtype}")
+        if x.device != first.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, but {first_name} is on {first.device}")
+
+
 def outside_autocast(function: Callable) -> Callable:
     """Let ``function``, whose first argument is a tensor, run as if there were no autocast. An operation picks the
     dtype of its sums itself; autocast would form them in half precision."""

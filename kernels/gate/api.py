@@ -45,8 +45,9 @@ def gated_mix(
         ``(B, N, H·D)`` in the dtype of ``gate``; computed in float32 (float64 if ``gate`` is).
 
     Raises:
-        ValueError: shapes do not fit together, or ``activation`` or ``impl`` is unknown.
+        ValueError, TypeError: shapes, dtypes or devices do not fit together, or ``activation`` or ``impl`` is unknown.
     """
+    dispatch.check_tensors("gated_mix", o=o, local=local, gate=gate, o_weight=o_weight, local_weight=local_weight)
     if o.ndim != 4:
         raise ValueError(f"gated_mix: o must be (B, N, H, D), got {tuple(o.shape)}")
     B, N, H, D = o.shape

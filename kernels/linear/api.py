@@ -38,8 +38,9 @@ def linear_attention(
         ``(B, N, H, Dv)`` in v's dtype.
 
     Raises:
-        ValueError: shapes do not fit together or ``impl`` is unknown.
+        ValueError, TypeError: shapes, dtypes or devices do not fit together, or ``impl`` is unknown.
     """
+    dispatch.check_tensors("linear_attention", q=q, k=k, v=v, normalizer_q=normalizer_q, normalizer_k=normalizer_k)
     if q.ndim != 4 or k.shape != q.shape:
         raise ValueError(
             f"linear_attention: q and k must be (B, N, H, D), got q {tuple(q.shape)} and k {tuple(k.shape)}"

@@ -10,6 +10,15 @@ def _dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+def _cast(dtype: torch.dtype, q: Tensor, k: Tensor, normalizer_q: Tensor | None, normalizer_k: Tensor | None):
+    """All four in ``dtype``, each tensor cast once: the gradients of numerator and divisor nearly cancel, and would be
+    rounded to q's dtype before they are added if each had a cast of its own."""
+    q_, k_ = q.to(dtype), k.to(dtype)
+    normalizer_q = q_ if normalizer_q is None or normalizer_q is q else normalizer_q.to(dtype)
+    normalizer_k = k_ if normalizer_k is None or normalizer_k is k else normalizer_k.to(dtype)
+    return q_, k_, normalizer_q, normalizer_k
+
+
 @outside_autocast
 def attention_matrix(
     q: Tensor,
@@ -22,12 +31,11 @@ def attention_matrix(
 ) -> Tensor:
     """The matrix A for which ``A @ v`` is ``linear_attention``: ``(B, H, R, N)``, float32 or float64."""
     dtype = _dtype(q, k)
-    normalizer_q = q if normalizer_q is None else normalizer_q
-    normalizer_k = k if normalizer_k is None else normalizer_k
+    q, k, normalizer_q, normalizer_k = _cast(dtype, q, k, normalizer_q, normalizer_k)
     if rows is not None:
         q, normalizer_q = q[:, rows], normalizer_q[:, rows]
-    scores = torch.einsum("brhd,bnhd->bhrn", q.to(dtype), k.to(dtype))
-    total = torch.einsum("brhd,bhd->bhr", normalizer_q.to(dtype), normalizer_k.to(dtype).sum(1))
+    scores = torch.einsum("brhd,bnhd->bhrn", q, k)
+    total = torch.einsum("brhd,bhd->bhr", normalizer_q, normalizer_k.sum(1))
     return scores / (total + eps).unsqueeze(-1)
 
 
@@ -40,9 +48,9 @@ def quadratic(q: Tensor, k: Tensor, v: Tensor, normalizer_q: Tensor, normalizer_
 @outside_autocast
 def linear(q: Tensor, k: Tensor, v: Tensor, normalizer_q: Tensor, normalizer_k: Tensor, eps: float) -> Tensor:
     dtype = _dtype(q, k, v)
+    q, k, normalizer_q, normalizer_k = _cast(dtype, q, k, normalizer_q, normalizer_k)
     # Heads before tokens, so that both products are batched matrix products. float32 holds the sums over N tokens.
-    q_, k_, v_ = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v.to(dtype)))
     out = q_ @ (k_.mT @ v_)
-    total = normalizer_k.to(dtype).sum(1).unsqueeze(-1)
-    divisor = normalizer_q.to(dtype).transpose(1, 2) @ total + eps
+    divisor = normalizer_q.transpose(1, 2) @ normalizer_k.sum(1).unsqueeze(-1) + eps
     return (out / divisor).transpose(1, 2).to(v.dtype)
