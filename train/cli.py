@@ -2,7 +2,8 @@
 imported when the command is run, so that ``scanvas --help`` stays quick.
 
 To add a command: a function decorated with ``@command("name", help)`` that takes the parsed arguments, preceded by its
-arguments (``argument(...)``). ``"train classify"`` is a command of the group ``train``.
+arguments (``argument(...)``). ``"train classify"`` is a command of the group ``train``. Those of painting are in
+cli_paint.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_COMMANDS: dict[str, tuple[Callable, str, list]] = {}
+from . import cli_paint  # noqa: F401 - registers its commands
+from .commands import COMMANDS, CONFIG, DEVICE, JSON, OVERRIDES, argument, command, print_table
+
 _GROUPS = {
     "train": "train a model from a recipe",
     "evaluate": "measure a trained model",
@@ -22,34 +25,14 @@ _GROUPS = {
 }
 _DEFAULTS = {"evaluate": "classify"}  # `scanvas evaluate --checkpoint …` means `scanvas evaluate classify …`
 
-
-def argument(*flags: str, **options: Any):
-    """One argument of a command, in argparse's terms."""
-    return flags, options
-
-
-def command(name: str, summary: str, *arguments):
-    """Register a command: its function takes the parsed arguments and returns an exit code or None for 0."""
-
-    def register(function: Callable) -> Callable:
-        _COMMANDS[name] = (function, summary, list(arguments))
-        return function
-
-    return register
-
-
 _CHECKPOINT = argument("--checkpoint", required=True, metavar="DIR", help="directory that training wrote: RUN/best")
-_DEVICE = argument("--device", help="cuda, cuda:1, cpu, …; by default the accelerator if there is one")
-_JSON = argument("--json", action="store_true", help="print JSON")
-_OVERRIDES = argument("overrides", nargs="*", metavar="key=value", help="keys of the recipe, e.g. optim.lr=1e-3")
-_CONFIG = argument("--config", metavar="CONFIG", help="a YAML file, or the name of a shipped recipe")
 
 
 @command(
     "models",
     "list the models: parameters, FLOPs (the scan included), input size",
     argument("pattern", nargs="?", default="*", help="names to show, e.g. 'vig_h_*'"),
-    _JSON,
+    JSON,
 )
 def _models(args) -> None:
     from .models import table
@@ -58,7 +41,7 @@ def _models(args) -> None:
     if args.json:
         print(json.dumps(rows, indent=1))
         return
-    _print_table(
+    print_table(
         ["model", "parameters (M)", "GFLOPs", "GMACs", "input"],
         [
             [
@@ -74,7 +57,7 @@ def _models(args) -> None:
     )
 
 
-@command("train classify", "train an image classifier", _CONFIG, _OVERRIDES)
+@command("train classify", "train an image classifier", CONFIG, OVERRIDES)
 def _train_classify(args) -> None:
     from .classify import ClassifyConfig, train_classifier
     from .config import load
@@ -82,16 +65,6 @@ def _train_classify(args) -> None:
     config = load(ClassifyConfig, args.config, args.overrides, task="classify")
     result = train_classifier(config)
     print(f"best: {json.dumps(result.best)}\nweights: {result.out / 'best'} and {result.out / 'final'}")
-
-
-@command("train denoise", "train a denoiser, by class or text; the result is a diffusers pipeline", _CONFIG, _OVERRIDES)
-def _train_denoise(args) -> None:
-    from .config import load
-    from .denoise import DenoiseConfig, train_denoiser
-
-    config = load(DenoiseConfig, args.config, args.overrides, task="denoise")
-    result = train_denoiser(config)
-    print(f"best: {json.dumps(result.best)}\npipelines: {result.out / 'best'} and {result.out / 'final'}")
 
 
 @command(
@@ -105,8 +78,8 @@ def _train_denoise(args) -> None:
     argument("--workers", type=int, help="processes that read images"),
     argument("--on-error", choices=("skip", "stop"), help="what to do with an image that cannot be read"),
     argument("--samples", type=int, help="how many samples webdataset shards hold"),
-    _DEVICE,
-    _JSON,
+    DEVICE,
+    JSON,
 )
 def _evaluate_classify(args) -> None:
     from dataclasses import asdict
@@ -125,7 +98,7 @@ def _evaluate_classify(args) -> None:
     if args.json:
         print(json.dumps(result))
     else:
-        _print_table(["", ""], [[k.replace("_", " "), _short(v)] for k, v in result.items()])
+        print_table(["", ""], [[k.replace("_", " "), _short(v)] for k, v in result.items()])
 
 
 @command(
@@ -135,8 +108,8 @@ def _evaluate_classify(args) -> None:
     _CHECKPOINT,
     argument("--top-k", type=int, default=5),
     argument("--on-error", choices=("skip", "stop"), default="stop", help="an image that cannot be read"),
-    _DEVICE,
-    _JSON,
+    DEVICE,
+    JSON,
 )
 def _predict(args) -> int:
     from .predict import predict
@@ -182,7 +155,7 @@ def _convert(args) -> None:
     "the operations against their peers: time, time per token, memory",
     argument("--out", default="runs/bench", metavar="DIR", help="where ops.json and ops.png go"),
     argument("--quick", action="store_true", help="short sequences only"),
-    _DEVICE,
+    DEVICE,
 )
 def _bench_ops(args) -> None:
     from .bench import bench_ops
@@ -195,7 +168,7 @@ def _bench_ops(args) -> None:
     "backbones against timm's: time and peak memory",
     argument("--out", default="runs/bench", metavar="DIR", help="where models.json and models.png go"),
     argument("--quick", action="store_true", help="the small resolution only"),
-    _DEVICE,
+    DEVICE,
 )
 def _bench_models(args) -> None:
     from .bench import bench_models
@@ -220,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error came from")
     top = parser.add_subparsers(dest="command", metavar="COMMAND")
     groups = {}
-    for name, (function, summary, arguments) in _COMMANDS.items():
+    for name, (function, summary, arguments) in COMMANDS.items():
         group, _, leaf = name.rpartition(" ")
         if group and group not in groups:
             groups[group] = top.add_parser(group, help=_GROUPS[group], description=_GROUPS[group]).add_subparsers(
@@ -235,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _with_defaults(argv: list[str]) -> list[str]:
     if argv and argv[0] in _DEFAULTS:
-        kinds = {name.split(" ")[1] for name in _COMMANDS if name.startswith(argv[0] + " ")}
+        kinds = {name.split(" ")[1] for name in COMMANDS if name.startswith(argv[0] + " ")}
         if len(argv) < 2 or argv[1] not in kinds | {"-h", "--help"}:
             return [argv[0], _DEFAULTS[argv[0]], *argv[1:]]
     return argv
@@ -290,15 +263,6 @@ def _complain(text: str) -> None:
 
 def _short(value: Any) -> str:
     return f"{value:,.2f}" if isinstance(value, float) else str(value)
-
-
-def _print_table(columns: list[str], rows: list[list[str]], title: str = "") -> None:
-    widths = [max(len(str(row[i])) for row in [columns, *rows]) for i in range(len(columns))]
-    if title:
-        print(title)
-    for row in [columns, *rows] if any(columns) else rows:
-        cells = [str(row[0]).ljust(widths[0]), *(str(c).rjust(w) for c, w in zip(row[1:], widths[1:]))]
-        print("  ".join(cells).rstrip())
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from scanvas.diffusion.presets import PRESETS, create_denoiser
 
 from .denoise_config import DenoiseConfig, DenoiserConfig
 from .errors import ConfigError, UserError, nearest
+from .evaluate import pick_device
 from .latents import (
     LatentCache,
     TextCache,
@@ -253,6 +254,15 @@ class Parts:
             )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
+
+
+def write_latents(config: DenoiseConfig) -> str:
+    """Write the cache of a recipe, where it is not there yet; returns what to say."""
+    if not config.data.latents:
+        raise ConfigError("data.latents is not set; give the directory the latents are to be written to")
+    parts = Parts(config, pick_device("cpu" if config.train.cpu else None))
+    held_out = f", {len(parts.val.source)} held out" if config.data.val_split else ""
+    return f"{len(parts.train.source)} images to train on{held_out}: {config.data.latents}"
 
 
 def denoiser_config(model: DenoiserConfig) -> dict[str, Any]:
