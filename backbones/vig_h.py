@@ -192,7 +192,7 @@ class VigH(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """``(B, in_chans, H, W)`` → ``(B, num_features, H/32, W/32)``."""
-        return self.norm(self.stages(self.stem(x)))
+        return self.norm(self.stages(self.stem(x.contiguous(memory_format=torch.channels_last))))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         return self.head(x, pre_logits=pre_logits) if pre_logits else self.head(x)
@@ -227,7 +227,7 @@ class VigH(nn.Module):
             stages = self.stages
         else:
             stages = self.stages[: last + 1]
-        x = self.stem(x)
+        x = self.stem(x.contiguous(memory_format=torch.channels_last))
         intermediates = []
         for i, stage in enumerate(stages):
             x = stage(x)
