@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusers.loaders.lora_base import LoraBaseMixin, _fetch_state_dict
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE, LoraBaseMixin, _fetch_state_dict
 from diffusers.utils import USE_PEFT_BACKEND
 from torch import Tensor, nn
 
@@ -29,6 +29,8 @@ class DenoiserLoraMixin(LoraBaseMixin):
         unknown = kwargs.keys() - set(_FETCH)
         if unknown:
             raise TypeError(f"unknown keyword {', '.join(sorted(unknown))}; allowed: {', '.join(_FETCH)}")
+        if not isinstance(source, dict) and (Path(source) / LORA_WEIGHT_NAME_SAFE).is_file():
+            kwargs = {"weight_name": LORA_WEIGHT_NAME_SAFE, **kwargs}  # offline, diffusers does not look for it
         state_dict, metadata = _fetch_state_dict(
             str(source) if isinstance(source, Path) else source,
             use_safetensors=True,

@@ -1,10 +1,10 @@
 """What the pipelines share: checks, the denoising loop, decoding."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Union
 
 import torch
-from diffusers import DiffusionPipeline, ImagePipelineOutput
+from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny, DiffusionPipeline, ImagePipelineOutput
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
@@ -24,6 +24,8 @@ from .sampling import (
 )
 
 Callback = Callable[[DiffusionPipeline, int, Tensor, dict[str, Any]], dict[str, Any]]
+# Older versions of diffusers read the types of components from annotations, but not when written with |.
+Vae = Union[AutoencoderKL, AutoencoderDC, AutoencoderTiny, None]  # noqa: UP007
 Generators = torch.Generator | list[torch.Generator] | None
 
 

@@ -2,15 +2,17 @@
 
 import difflib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Union
 
 import torch
-from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny, ImagePipelineOutput, SchedulerMixin
+from diffusers import ImagePipelineOutput, SchedulerMixin
 from diffusers.models.modeling_utils import ModelMixin  # noqa: F401 - diffusers looks for it beside a pipeline's class
 from torch import Tensor
 
 from .denoiser import LinearDiTTransformer2DModel
-from .pipeline import Callback, Generators, LinearDiTPipelineBase
+from .pipeline import Callback, Generators, LinearDiTPipelineBase, Vae
+
+Labels = Union[dict[int, str], dict[str, str], None]  # noqa: UP007 - see Vae
 
 
 class LinearDiTClassPipeline(LinearDiTPipelineBase):
@@ -30,8 +32,8 @@ class LinearDiTClassPipeline(LinearDiTPipelineBase):
         self,
         transformer: LinearDiTTransformer2DModel,
         scheduler: SchedulerMixin,
-        vae: AutoencoderKL | AutoencoderDC | AutoencoderTiny | None = None,
-        id2label: dict[int, str] | dict[str, str] | None = None,
+        vae: Vae = None,
+        id2label: Labels = None,
     ):
         super().__init__()
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)

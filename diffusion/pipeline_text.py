@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny, ImagePipelineOutput, SchedulerMixin
+from diffusers import ImagePipelineOutput, SchedulerMixin
 from diffusers.models.modeling_utils import ModelMixin  # noqa: F401 - diffusers looks for it beside a pipeline's class
 from diffusers.utils import logging
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .denoiser import LinearDiTTransformer2DModel
-from .pipeline import Callback, Generators, LinearDiTPipelineBase
+from .pipeline import Callback, Generators, LinearDiTPipelineBase, Vae
 
 logger = logging.get_logger(__name__)
 
@@ -47,7 +47,7 @@ class LinearDiTTextToImagePipeline(LinearDiTPipelineBase):
         text_encoder: PreTrainedModel,
         transformer: LinearDiTTransformer2DModel,
         scheduler: SchedulerMixin,
-        vae: AutoencoderKL | AutoencoderDC | AutoencoderTiny | None = None,
+        vae: Vae = None,
         max_sequence_length: int = 77,
     ):
         super().__init__()
