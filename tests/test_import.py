@@ -1,0 +1,110 @@
+"""The front door: what ``import scanvas`` needs, how long it takes, what it offers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import scanvas
+
+ROOT = Path(__file__).parents[1]
+BLOCK = """
+import sys, socket
+class Hide:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, *args):
+        return None if name.split(".")[0] in BLOCKED else self.finder.find_spec(name, *args)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = map(Hide, sys.meta_path)
+def refuse(*args, **kwargs):
+    raise OSError("a test found the network being used")
+socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
+"""
+
+
+def run(code, *flags, cwd=ROOT, **env):
+    """Run in a fresh process which sees no GPU."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **env}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_without_triton_transformers_or_network():
+    code = (
+        f"BLOCKED = {{'triton', 'transformers', 'peft', 'sklearn', 'matplotlib', 'tensorboard', 'onnx'}}\n{BLOCK}"
+        + """
+import timm, torch, scanvas
+model = timm.create_model("test_vig", img_size=32).eval()
+print(tuple(model(torch.zeros(1, 3, 32, 48)).shape), scanvas.list_mixers())
+from scanvas.kernels.gated import gated_linear_attention
+x = torch.zeros(1, 4, 1, 2)
+try:
+    gated_linear_attention(x, x, x, x, impl="triton")
+except RuntimeError as error:
+    print(error)
+"""
+    )
+    out = run(code).stdout
+    assert "(1, 1000)" in out
+    assert "gla" in out
+    assert "impl='triton' is not available here: the package 'triton' is not installed" in out
+
+
+def test_import_is_quick_and_lazy():
+    """Under 2 s beyond torch and timm; nothing heavy comes along."""
+    code = """
+import sys, time, torch, timm
+before = set(sys.modules)
+start = time.process_time()
+import scanvas
+print(time.process_time() - start)
+heavy = {"diffusers", "transformers", "triton", "accelerate", "matplotlib", "sklearn", "datasets"}
+print(sorted(heavy & (set(sys.modules) - before)))
+"""
+    seconds, heavy = run(code).stdout.strip().splitlines()
+    assert float(seconds) < 2
+    assert heavy == "[]"
+
+
+def test_models_are_known_to_timm_by_the_import_alone():
+    code = """
+import timm
+assert not timm.is_model("vig_tiny_patch16_224")
+import scanvas
+print(*timm.list_models(["*vig_*", "*vig"], module="vig"), *timm.list_models(module="vig_h"))
+"""
+    expected = "test_vig vig_base_patch16_224 vig_small_patch16_224 vig_tiny_patch16_224"
+    expected += " test_vig_h vig_h_base_224 vig_h_small_224 vig_h_tiny_224"
+    assert run(code).stdout.split() == expected.split()
+
+
+def test_the_root_on_the_path_hides_no_other_package():
+    """transformers and diffusers look for a module `kernels`; a folder without __init__.py is none to them."""
+    code = """
+from importlib.util import find_spec
+spec = find_spec("kernels")
+print(spec is None or spec.origin is None or "site-packages" in spec.origin)
+import scanvas.kernels.gated
+"""
+    assert run(code, PYTHONPATH=str(ROOT)).stdout.strip() == "True"
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_public_names():
+    assert {"__version__", "list_mixers", "create_mixer"} <= set(scanvas.__all__)
+    assert set(scanvas.__all__) <= set(dir(scanvas))
+    assert scanvas.list_mixers() == sorted(scanvas.list_mixers())
+    assert {"gla", "linear", "softmax"} <= set(scanvas.list_mixers())
+    assert scanvas.create_mixer("softmax", 8, 2).num_heads == 2
+    for name in scanvas.__all__:
+        assert getattr(scanvas, name) is not None
+    with pytest.raises(AttributeError, match=r"module 'scanvas' has no attribute 'nope'; it offers .*create_mixer"):
+        _ = scanvas.nope
