@@ -82,3 +82,26 @@ def test_ctrl_c_saves_and_exits_130(recipe, tmp_path, signal):
     assert "Traceback" not in stopped.stderr
     assert f"stopped by {signal} at step 8" in stopped.stderr
     assert load_json(tmp_path / "run" / "checkpoints" / "step-00000008" / "state.json")["place"] == 2
+
+
+def test_two_processes_train_as_one_with_the_batch_of_both(recipe, tmp_path, command):
+    """DDP over gloo; on GPUs it is `accelerate launch`, which on a CPU would need MPI for what torchrun does."""
+    options = [*recipe, "train.epochs=1", "optim.warmup_epochs=0", "optim.name=sgd", "optim.lr=0.1"]
+    options += ["augment.scale=[1.0, 1.0]", "augment.ratio=[1.0, 1.0]", "augment.hflip=0", "optim.clip_grad=1.0"]
+    code, _, err = command("train", "classify", *options, f"run.out={tmp_path / 'one'}")
+    assert code == 0, err
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    arguments = ["train", "classify", *options, "train.batch_size=4", f"run.out={tmp_path / 'two'}"]
+    done = subprocess.run(
+        [*launch, "-m", "scanvas.train.cli", *arguments], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("best:") == 1, "one process speaks"
+    one, two = (load_file(tmp_path / n / "checkpoints/step-00000006/model.safetensors") for n in ("one", "two"))
+    for name, value in one.items():
+        torch.testing.assert_close(value, two[name], atol=2e-5, rtol=1e-4)
+    metrics = [load_json(tmp_path / n / "final/training.json")["metrics"] for n in ("one", "two")]
+    assert metrics[0]["top1"] == metrics[1]["top1"]
+    states = [load_json(tmp_path / n / "checkpoints/step-00000006/state.json")["rng"] for n in ("one", "two")]
+    assert [len(state) for state in states] == [1, 2]
+    assert states[1][0] != states[1][1], "each process draws its own random numbers"

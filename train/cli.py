@@ -64,7 +64,8 @@ def _train_classify(args) -> None:
 
     config = load(ClassifyConfig, args.config, args.overrides, task="classify")
     result = train_classifier(config)
-    print(f"best: {json.dumps(result.best)}\nweights: {result.out / 'best'} and {result.out / 'final'}")
+    if result.main:
+        print(f"best: {json.dumps(result.best)}\nweights: {result.out / 'best'} and {result.out / 'final'}")
 
 
 @command(

@@ -74,6 +74,7 @@ class Result:
     metrics: dict[str, float]
     best: dict[str, Any]
     out: Path
+    main: bool  # whether this is the process that speaks
 
 
 class Loop:
@@ -164,7 +165,7 @@ class Loop:
                 self.logs.say(note)
         if picture:
             self.logs.say(f"curves: {picture}")
-        return Result(self.metrics, self.best, self.out)
+        return Result(self.metrics, self.best, self.out, self.main)
 
     def _train_epoch(self) -> None:
         accum = self.config.train.grad_accum_steps
