@@ -14,14 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .errors import UserError
+from .demo_paint import paint_and_judge, train_painter, write_captions
+from .errors import DemoError, UserError
 
 WANTED = 97.0  # percent of held-out digits
 _SIDE = 32  # pixels the 8×8 scans are enlarged to
-
-
-class DemoError(UserError):
-    """The demo ran and its result is not good enough."""
 
 
 def demo(out: str) -> None:
@@ -85,6 +82,9 @@ STEPS: list[tuple[str, Callable[[Path], str]]] = [
     ("handwritten digits from scikit-learn as an image folder", write_digits),
     ("train a ViG classifier (scanvas train classify --config digits)", train),
     ("reload it in a fresh process through timm and judge it", reload),
+    ("captions for the same digits, in words and numerals", write_captions),
+    ("train a text-to-image DiG (scanvas train denoise --config digits)", train_painter),
+    ("reload it in a fresh process through diffusers, paint, and let the classifier judge", paint_and_judge),
 ]
 
 

@@ -26,6 +26,10 @@ class NonFiniteError(UserError):
     """A loss term or the gradient became inf or NaN."""
 
 
+class DemoError(UserError):
+    """The demo ran and its result is not good enough."""
+
+
 class Interrupted(Exception):
     """Ctrl-C or SIGTERM arrived and was honoured; the command exits with 130."""
 

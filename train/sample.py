@@ -39,7 +39,7 @@ def load_pipeline(path: str | None, *, device: torch.device, dtype: str = "fp32"
         hint = f"; its sub-directory {' or '.join(inner)} does" if inner else ""
         raise CheckpointError(f"--pipeline {str(folder)!r} holds no model_index.json{hint}")
     try:
-        pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=DTYPES[dtype])
+        pipeline = DiffusionPipeline.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
         raise CheckpointError(
             f"cannot read the pipeline at {str(folder)!r}: {' '.join(str(error).split())[:400]}"
@@ -47,7 +47,7 @@ def load_pipeline(path: str | None, *, device: torch.device, dtype: str = "fp32"
     if scheduler is not None:
         pipeline.register_modules(scheduler=_scheduler(scheduler, pipeline.scheduler.config))
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to(device)
+    return pipeline.to(device, DTYPES[dtype])
 
 
 def _scheduler(name: str, config: Any):
