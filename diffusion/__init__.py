@@ -1,1 +1,1 @@
-"""Denoisers, pipelines and conversions for diffusers."""
+"""Painting: the denoiser, its presets and pipelines, and the original checkpoints it reads."""

@@ -33,6 +33,7 @@ def to_size(size: int | tuple[int, int]) -> tuple[int, int]:
 def check_denoiser_inputs(
     c: FrozenDict,
     latent: Tensor,
+    timestep: Tensor | float,
     class_labels: Tensor | None,
     text: Tensor | None,
     text_mask: Tensor | None,
@@ -46,7 +47,12 @@ def check_denoiser_inputs(
         )
     for name, size in zip(("height", "width"), latent.shape[2:]):
         check_multiple(f"the {name} of hidden_states", size, c.patch_size, "patch_size")
+    B = len(latent)
+    if isinstance(timestep, Tensor) and timestep.numel() not in (1, B):
+        raise ValueError(f"timestep must have 1 or {B} entries, one per image; got shape {tuple(timestep.shape)}")
     if class_labels is not None:
+        if class_labels.shape != (B,):
+            raise ValueError(f"class_labels must be ({B},), one per image; got shape {tuple(class_labels.shape)}")
         if c.num_classes is None:
             raise ValueError("class_labels were given to a model without classes (num_classes=None)")
         # Elsewhere reading the labels would wait for the device; pipelines check them before.
@@ -63,10 +69,10 @@ def check_denoiser_inputs(
             if c.caption_channels is None
             else "encoder_hidden_states are missing: the model is conditioned on text"
         )
-    if text is not None and text.shape[-1] != c.caption_channels:
+    if text is not None and (text.ndim != 3 or text.shape[0] != B or text.shape[2] != c.caption_channels):
         raise ValueError(
-            f"encoder_hidden_states must be (B, T, caption_channels) with caption_channels = {c.caption_channels}, "
-            f"got shape {tuple(text.shape)}"
+            f"encoder_hidden_states must be (B, T, caption_channels) with B = {B} and caption_channels = "
+            f"{c.caption_channels}, got shape {tuple(text.shape)}"
         )
     if text is None and text_mask is not None:
         raise ValueError("encoder_attention_mask was given without encoder_hidden_states")

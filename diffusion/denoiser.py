@@ -1,4 +1,4 @@
-"""``LinearDiTTransformer2DModel``: a diffusion transformer whose attention is any mixer, as a diffusers model."""
+"""``LinearDiTTransformer2DModel``: a diffusion transformer, with any mixer for its attention, as a diffusers model."""
 
 from functools import wraps
 from importlib import import_module
@@ -30,9 +30,9 @@ class LinearDiTTransformer2DModel(
 ):
     """A denoiser of images or latents of any height and width, conditioned on time and on classes, text or both.
 
-    With the default scan, gated linear attention and ``depthwise_conv`` it is DiG (arXiv:2405.18428), with
-    ``mixer="linear"`` LiT (arXiv:2501.12976) or, with ``mlp="mix"``, much of SANA (arXiv:2410.10629), with
-    ``mixer="softmax"`` DiT (arXiv:2212.09748). ``scanvas.create_denoiser`` builds the published sizes.
+    One class for DiG (arXiv:2405.18428: ``mixer="gla"`` in one direction, scan orders, ``depthwise_conv``), LiT
+    (arXiv:2501.12976: ``mixer="linear"``), much of SANA (arXiv:2410.10629: with ``mlp="mix"`` and adaLN-single) and DiT
+    (arXiv:2212.09748: ``mixer="softmax"``). ``scanvas.create_denoiser`` builds the published sizes.
 
     Args:
         sample_size: height and width the positions are made for, in pixels of the latent: an int or ``(H, W)``.
@@ -265,7 +265,7 @@ class LinearDiTTransformer2DModel(
         """
         scale = self._lora_scale(attention_kwargs, cross_attention_kwargs)
         text, text_mask = encoder_hidden_states, encoder_attention_mask
-        check_denoiser_inputs(self.config, hidden_states, class_labels, text, text_mask, added_cond_kwargs)
+        check_denoiser_inputs(self.config, hidden_states, timestep, class_labels, text, text_mask, added_cond_kwargs)
         if scale is not None:
             scale_lora_layers(self, scale)
         try:

@@ -16,7 +16,7 @@ if (_ROOT / "kernels" / "gated").is_dir():
     __path__.append(str(_ROOT))
 
 from scanvas import backbones as _backbones  # noqa: E402, F401 - registers the timm models
-from scanvas._diffusers import register as register_with_diffusers  # noqa: E402
+from scanvas._diffusers import register as _register_with_diffusers  # noqa: E402
 from scanvas.backbones.mixers import create_mixer, list_mixers  # noqa: E402
 
 try:
@@ -38,7 +38,7 @@ _HIDDEN = {"ModelMixin": "diffusers"}
 __all__ = ["__version__", "create_mixer", "list_mixers", *_LAZY]
 
 
-register_with_diffusers(_LAZY)
+_register_with_diffusers(name for name in _LAZY if name[0].isupper())  # classes only
 
 
 def __getattr__(name: str):
