@@ -18,6 +18,7 @@ def swiglu_hidden(dim: int, multiple: int) -> int:
     return -(-(8 * dim // 3) // multiple) * multiple
 
 
+@torch.fx.wrap  # timm's register alone reaches only functions of the file that holds the model
 @register_notrace_function
 @torch.jit.ignore
 def _silu_product(x: Tensor) -> Tensor:
