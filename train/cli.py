@@ -177,6 +177,13 @@ def _bench_models(args) -> None:
     bench_models(args.out, device=args.device, quick=args.quick)
 
 
+@command("doctor", "check that every operation computes what it should on this machine; a minute or two")
+def _doctor(args) -> int:
+    from .doctor import doctor
+
+    return 0 if doctor() else 1
+
+
 @command(
     "demo",
     "train, save, reload and judge small models on real images, on a laptop",

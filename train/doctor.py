@@ -1,0 +1,194 @@
+"""``scanvas doctor``: does every implementation on this machine compute what its definition says?
+
+Each operation runs on fresh random inputs, gates that are kind and gates that are not, and is compared, output and
+gradients, with its definition in float64. Speed is not its business: that is ``scanvas bench``.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scanvas.kernels import conv, dispatch, gate, gated, glu, linear
+
+# Largest error of output or gradients relative to float64, for each dtype: rounding of inputs, outputs and what lies
+# between, with an ample margin. A wrong kernel is off by orders of magnitude.
+_ALLOWED = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+_PACKAGES = ("torch", "triton", "timm", "diffusers", "transformers", "accelerate", "peft", "flash-linear-attention")
+# (first bad release, first good one, compute capability, what goes wrong). From public reports on kernels of this kind.
+_REPORTED = [
+    ((3, 2, 0), (3, 3, 0), 9, "crashes and wrong results of chunked scans (flash-linear-attention #253, #734)"),
+    ((3, 4, 0), (3, 7, 1), 9, "products with a transposed accumulator can be wrong (flash-linear-attention #640)"),
+]
+
+
+@dataclass
+class Finding:
+    """One comparison: what was computed, how far off it is, how far it may be."""
+
+    op: str
+    impl: str
+    device: str
+    dtype: str
+    case: str
+    error: float
+    allowed: float
+
+    @property
+    def good(self) -> bool:
+        return self.error <= self.allowed  # false for NaN
+
+
+def environment() -> list[tuple[str, str]]:
+    """Names and versions of what the kernels depend on."""
+    rows = [("python", platform.python_version()), ("machine", f"{platform.system()} {platform.machine()}")]
+    for name in _PACKAGES:
+        try:
+            rows.append((name, version(name)))
+        except PackageNotFoundError:
+            rows.append((name, "not installed"))
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        rows.append((f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"))
+    if torch.version.cuda and torch.cuda.is_available():
+        rows.append(("CUDA", torch.version.cuda))
+    return rows
+
+
+def notes() -> list[str]:
+    """Compiler releases with reported faults on this GPU, and why kernels are not used, if they are not."""
+    if not dispatch.TRITON_INSTALLED:
+        return ["triton is not installed: plain PyTorch is used"]
+    if not dispatch.TRITON_USABLE:
+        return ["no CUDA device: the Triton kernels are not used, plain PyTorch is"]
+    installed = version("triton")
+    release = tuple(int(part) for part in re.findall(r"\d+", installed)[:3])
+    capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+    return [
+        f"triton {installed} on this GPU: {fault}. What is measured below is what our kernels do here."
+        for first, fixed, major, fault in _REPORTED
+        if first <= release < fixed and capability == major
+    ]
+
+
+def _gates(shape: tuple[int, ...], case: str) -> Tensor:
+    if case == "learned":
+        return F.logsigmoid(torch.randn(shape)) / 16
+    if case == "spike":
+        gates = torch.full(shape, -1e-3)
+        gates[:, shape[1] // 2] = -1e4
+        return gates
+    return torch.where(torch.arange(shape[1])[:, None, None] % 2 == 0, 0.0, -20.0).expand(shape).clone()
+
+
+def _cases() -> Iterator[tuple[str, dict[str, Callable], str, Callable, list[Tensor]]]:
+    """Operation, its implementations, case, how it is called, inputs in float32."""
+    for dims, tokens in (((32, 64), 197), ((36, 72), 300)):
+        for case in ("learned", "spike", "alternating"):
+            qk, v = (2, tokens, 2, dims[0]), (2, tokens, 2, dims[1])
+            inputs = [torch.randn(qk), torch.randn(qk), torch.randn(v), _gates(qk, case), _gates(qk, case)]
+            name = f"{case} gates, N={tokens}, D={dims[0]}/{dims[1]}"
+            yield "gated_linear_attention", gated.IMPLEMENTATIONS, name, gated.gated_linear_attention, inputs
+    q, k = torch.rand(2, 197, 3, 32), torch.rand(2, 197, 3, 32)
+    yield (
+        "linear_attention",
+        linear.IMPLEMENTATIONS,
+        "N=197, D=32",
+        linear.linear_attention,
+        [
+            q,
+            k,
+            torch.randn(2, 197, 3, 32),
+        ],
+    )
+    for size in (3, 5):
+
+        def convolve(x, weight, bias, impl):
+            return conv.depthwise_conv2d(x, weight, (14, 11), bias, activation="silu", impl=impl)
+
+        inputs = [torch.randn(2, 154, 40), torch.randn(40, 1, size, size) / size, torch.randn(40)]
+        yield "depthwise_conv2d", conv.IMPLEMENTATIONS, f"{size}×{size}, 14×11, SiLU", convolve, inputs
+    inputs = [
+        torch.randn(2, 50, 3, 64),
+        torch.randn(2, 50, 192),
+        torch.randn(2, 50, 192),
+        torch.rand(64),
+        torch.rand(64),
+    ]
+    yield "gated_mix", gate.IMPLEMENTATIONS, "D=64", gate.gated_mix, inputs
+    yield "silu_product", glu.IMPLEMENTATIONS, "D=96", glu.silu_product, [torch.randn(2, 50, 192)]
+
+
+def _relative(actual: Tensor, exact: Tensor) -> float:
+    if not actual.isfinite().all():
+        return float("nan")
+    return ((actual.double() - exact).norm() / exact.norm().clamp_min(1e-9)).item()
+
+
+def _compare(call: Callable, inputs: list[Tensor], impl: str, device: str, dtype: torch.dtype) -> float:
+    """Largest relative error of the output and of the gradients that are not all but zero."""
+    low = [x.to(device, dtype).requires_grad_() for x in inputs]
+    exact = [x.detach().double().cpu().requires_grad_() for x in low]
+    out, true = call(*low, impl=impl), call(*exact, impl="torch")
+    upstream = torch.randn_like(true)
+    found = torch.autograd.grad(out, low, upstream.to(device, dtype))
+    wanted = torch.autograd.grad(true, exact, upstream.to(dtype).double())
+    errors = [_relative(out.cpu(), true)]
+    largest = max(w.norm().item() for w in wanted)
+    for f, w in zip(found, wanted):
+        # A gradient far below the others is all rounding; it is held against the size of its neighbours.
+        scale = max(w.norm().item(), 1e-3 * largest)
+        finite = bool(f.isfinite().all())
+        errors.append((f.cpu().double() - w).norm().item() / scale if finite else float("nan"))
+    return float("nan") if any(math.isnan(error) for error in errors) else max(errors)
+
+
+def examine() -> Iterator[Finding]:
+    """Compare every implementation that can run here; about a minute on a CPU."""
+    torch.manual_seed(torch.seed() % 2**31)
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    for op, implementations, case, call, inputs in _cases():
+        for device in devices:
+            for impl in implementations:
+                # The slow definitions are checked once; the kernels only where they run without the interpreter.
+                definition = impl in ("recurrent", "quadratic")
+                if (impl == "triton" and device == "cpu") or (definition and device == "cuda"):
+                    continue
+                for dtype, allowed in _ALLOWED.items():
+                    if definition and (dtype != torch.float32 or "learned" not in case):
+                        continue
+                    error = _compare(call, inputs, impl, device, dtype)
+                    yield Finding(op, impl, device, str(dtype).removeprefix("torch."), case, error, allowed)
+
+
+def doctor() -> bool:
+    """Print the environment and every comparison; true if all is well."""
+    from .commands import print_table
+
+    print_table(["", ""], [list(row) for row in environment()])
+    for note in notes():
+        print(f"note: {note}")
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not finding.good:
+            print(f"WRONG {finding}", flush=True)
+    worst: dict[tuple[str, str, str, str], Finding] = {}
+    for finding in findings:
+        key = (finding.op, finding.impl, finding.device, finding.dtype)
+        if key not in worst or not finding.error <= worst[key].error:
+            worst[key] = finding
+    rows = [
+        [f.op, f.impl, f.device, f.dtype, f"{f.error:.1e}", f"{f.allowed:.0e}", "ok" if f.good else "WRONG", f.case]
+        for f in worst.values()
+    ]
+    print_table(["operation", "impl", "device", "dtype", "worst error", "allowed", "", "case"], rows)
+    return all(finding.good for finding in findings)
