@@ -231,7 +231,7 @@ def test_features_only(name, mixer):
     assert [y.shape[1] for y in got] == model.feature_info.channels()
     assert [80 // y.shape[3] for y in got] == model.feature_info.reduction()
     for a, b in zip(got, expected):
-        torch.testing.assert_close(a, b, atol=0, rtol=0)
+        torch.testing.assert_close(a, b, atol=5e-6, rtol=0)  # where weights lie in memory changes rounding
 
 
 @pytest.mark.parametrize(("prune_norm", "prune_head"), [(False, True), (True, True), (False, False)])

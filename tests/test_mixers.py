@@ -170,6 +170,42 @@ def test_linear_is_its_definition():
     torch.testing.assert_close(mixer(x, grid, 1)[0], mixer.to_out[0](out))
 
 
+def test_hedgehog_is_its_definition():
+    mixer, grid = build("hedgehog", dim=16, heads=2), (3, 5)
+    x = tokens(grid, dim=16, batch=1)
+    q, k, v = (getattr(mixer, f"to_{n}")(x)[0] for n in "qkv")
+    out = torch.zeros(15, 16, dtype=torch.float64)
+    for head in range(2):
+        s = slice(8 * head, 8 * head + 8)
+        features = []
+        for z, layer in ((q, mixer.q_features), (k, mixer.k_features)):
+            z = z[:, s] @ layer.weight[head]
+            features.append(torch.cat((z.softmax(-1), (-z).softmax(-1)), dim=-1))
+        scores = features[0] @ features[1].T
+        out[:, s] = scores / (scores.sum(-1, keepdim=True) + 1e-6) @ v[:, s]
+    torch.testing.assert_close(mixer(x, grid)[0], mixer.to_out[0](out))
+
+
+def test_linfusion_is_its_definition():
+    mixer, grid = build("linfusion", dim=16, heads=2, hidden=4), (3, 5)
+    x = tokens(grid, dim=16, batch=1)
+    inner = {}
+    for n in "qk":
+        first, norm, _, last = getattr(mixer, f"{n}_modulator")
+        inner[n] = x + last(nn.functional.leaky_relu(norm(first(x)), 0.01))
+        assert first.out_features == 4
+    q, k = (nn.functional.elu(getattr(mixer, f"to_{n}")(inner[n])[0]) + 1 for n in "qk")
+    v = mixer.to_v(x)[0]
+    out = torch.zeros(15, 16, dtype=torch.float64)
+    for head in range(2):
+        s = slice(8 * head, 8 * head + 8)
+        scores = q[:, s] @ k[:, s].T
+        out[:, s] = scores / (scores.sum(-1, keepdim=True) + 1e-4) @ v[:, s]
+    torch.testing.assert_close(mixer(x, grid)[0], mixer.to_out[0](out))
+    mixer.q_modulator.init_identity()
+    torch.testing.assert_close(mixer.qkv(x)[0].flatten(2), mixer.to_q(x))
+
+
 def test_softmax_is_its_definition():
     mixer, grid = build("softmax", dim=16, heads=2), (3, 5)
     x = tokens(grid, dim=16)
@@ -224,6 +260,8 @@ def test_table_and_errors():
             create_mixer("gla", 24, 2, **cfg)
     with pytest.raises(ValueError, match="rope needs heads of a width divisible by 4, got 6"):
         create_mixer("softmax", 24, 4, rope=True)
+    with pytest.raises(ValueError, match="hidden must be positive, or None for dim; got 0"):
+        create_mixer("linfusion", 24, 2, hidden=0)
     for kernel_size in (4, -3):
         with pytest.raises(ValueError, match=f"kernel_size must be odd, or 0.*got {kernel_size}"):
             create_mixer("linear", 24, 2, kernel_size=kernel_size)

@@ -2,14 +2,18 @@
 
 from .base import TokenConv, TokenMixer
 from .gla import GatedLinearAttention
+from .hedgehog import HedgehogAttention
 from .linear import LinearAttention
+from .linfusion import LinFusionAttention
 from .softmax import SoftmaxAttention
 
 __all__ = ["MIXERS", "TokenConv", "TokenMixer", "create_mixer", "list_mixers"]
 
 MIXERS: dict[str, type[TokenMixer]] = {
     "gla": GatedLinearAttention,
+    "hedgehog": HedgehogAttention,
     "linear": LinearAttention,
+    "linfusion": LinFusionAttention,
     "softmax": SoftmaxAttention,
 }
 
