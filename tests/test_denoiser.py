@@ -208,7 +208,7 @@ def test_modulation_keeps_small_scales_in_bfloat16():
     torch.testing.assert_close(modulate(x, shift, scale), exact.bfloat16(), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
+@pytest.mark.parametrize("mixer", ["gla", "linear", "softmax"])  # the presets'; a mixer's own tests compile it
 @torch.no_grad()
 def test_compile_and_export(mixer):
     model = build(mixer, num_layers=2, num_classes=5, caption_channels=12)
