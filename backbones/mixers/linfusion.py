@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scanvas.kernels.linear import attention_matrix, linear_attention
@@ -40,8 +39,8 @@ class Modulator(nn.Sequential):
 
 
 def positive(z: Tensor) -> Tensor:
-    """``ELU(z) + 1``."""
-    return F.elu(z) + 1
+    """``ELU(z) + 1``, written out: traced, the backward pass of PyTorch's ELU expects other strides than it gets."""
+    return torch.where(z > 0, z + 1, z.clamp(max=0).exp())
 
 
 class LinFusionAttention(TokenMixer):
