@@ -4,6 +4,9 @@ import csv
 import itertools
 import json
 import math
+import os
+import resource
+import signal
 
 import pytest
 import timm
@@ -179,3 +182,56 @@ def test_a_resumed_table_drops_later_rows_and_a_torn_line(tmp_path):
     table = Table(path, resume_step=2)
     table.add({"step": 3, "loss": 9.5})
     assert read_table(path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}, {"step": 3, "loss": 9.5}]
+
+
+def test_a_full_disk_stops_the_run_and_leaves_what_was_saved(recipe, command, tmp_path, monkeypatch):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    save = loop.Loop._save
+
+    def save_on_a_full_disk(self):
+        if self.step > 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+        return save(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Loop, "_save", save_on_a_full_disk)
+        try:
+            code, _, err = command("train", "classify", *recipe)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert code == 1
+    assert "could not write" in err
+    assert "older checkpoints are intact" in err
+    assert "Traceback" not in err
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000006"]
+    code, _, err = command("train", "classify", *recipe)
+    assert code == 0, err
+    assert "resuming from" in err
+
+
+def test_ctrl_c_while_evaluating_loses_nothing(recipe, command, tmp_path, monkeypatch):
+    evaluate = classify.ClassifyTask.evaluate
+
+    def interrupted(self, model, poll, step):
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self, model, poll, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(classify.ClassifyTask, "evaluate", interrupted)
+        code, _, err = command("train", "classify", *recipe)
+    assert code == 130, err
+    assert "while evaluating" in err
+    code, _, err = command("train", "classify", *recipe)
+    assert code == 0, err
+    assert [row["step"] for row in read_table(tmp_path / "run/eval.csv")] == [6, 12, 18], "the epoch is measured later"
+
+
+def test_skipped_images_are_listed_at_the_end(recipe, command, images, tmp_path):
+    (images / "train/boat/003.png").write_bytes(b"no image")
+    code, _, err = command("train", "classify", *recipe, "train.epochs=1", "optim.warmup_epochs=0")
+    assert code == 0, err
+    assert "1 image(s) could not be read and were skipped" in err
+    assert str(images / "train/boat/003.png") in (tmp_path / "run/skipped.txt").read_text()
+    code, _, err = command("train", "classify", *recipe, "data.on_error=stop", f"run.out={tmp_path / 'two'}")
+    assert code == 1
+    assert "cannot read image" in err
