@@ -264,6 +264,7 @@ def test_reset_classifier(name):
     model.reset_classifier(5, "max")
     assert model(x).shape == (2, 5)
     assert model.num_classes == 5
+    assert not any(module.training for module in model.modules())  # a new head is in the mode of the model
     model.reset_classifier(3)
     torch.testing.assert_close(model.forward_head(features, pre_logits=True), features.amax(dims))
     if name == "test_vig":
