@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from scanvas.kernels import dispatch
@@ -10,6 +11,10 @@ from .chunked import chunked
 from .reference import log_decay_from_logits, quadratic, recurrent
 
 IMPLEMENTATIONS: dict[str, Callable] = {"recurrent": recurrent, "quadratic": quadratic, "torch": chunked}
+if dispatch.TRITON_USABLE:
+    from .triton import fused
+
+    IMPLEMENTATIONS["triton"] = fused
 MAX_HEAD_DIM = 256
 
 
@@ -56,12 +61,17 @@ def _check_all(q, k, v, gate, reverse_gate, initial_state, reverse_initial_state
             _check(name, state, (B, H, Dk, Dv), "(B, H, Dk, Dv)", q)
 
 
-def _run(q, k, v, gate, reverse_gate, normalizer, scale, impl, initial_state, reverse_initial_state):
+@dispatch.outside_autocast
+def _run(q, k, v, gate, reverse_gate, normalizer, scale, impl, initial_state, reverse_initial_state, return_states):
+    if impl == "auto" and any(x is not None and x.dtype == torch.float64 for x in (q, k, v, gate, reverse_gate)):
+        impl = "torch"  # the kernels sum in float32
     name = dispatch.resolve("gated_linear_attention", impl, q.device, IMPLEMENTATIONS)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     states = {"initial_state": initial_state, "reverse_initial_state": reverse_initial_state}
     if name == "triton":  # fuses the gate's activation
-        return IMPLEMENTATIONS[name](q, k, v, gate, reverse_gate, scale=scale, normalizer=normalizer, **states)
+        return IMPLEMENTATIONS[name](
+            q, k, v, gate, reverse_gate, scale=scale, normalizer=normalizer, return_states=return_states, **states
+        )
     if normalizer is not None:
         gate = log_decay_from_logits(gate, normalizer)
         reverse_gate = None if reverse_gate is None else log_decay_from_logits(reverse_gate, normalizer)
@@ -110,7 +120,8 @@ def gated_linear_attention(
         RuntimeError: the implementation asked for can not run here.
     """
     _check_all(q, k, v, log_decay, reverse_log_decay, initial_state, reverse_initial_state, "log_decay")
-    result = _run(q, k, v, log_decay, reverse_log_decay, None, scale, impl, initial_state, reverse_initial_state)
+    states = (initial_state, reverse_initial_state)
+    result = _run(q, k, v, log_decay, reverse_log_decay, None, scale, impl, *states, return_states)
     return result if return_states else result[0]
 
 
@@ -135,7 +146,6 @@ def gated_linear_attention_from_logits(
     _check_all(q, k, v, gate_logits, reverse_gate_logits, initial_state, reverse_initial_state, "gate_logits")
     if not normalizer > 0:
         raise ValueError(f"gated_linear_attention: normalizer must be positive, got {normalizer}")
-    result = _run(
-        q, k, v, gate_logits, reverse_gate_logits, float(normalizer), scale, impl, initial_state, reverse_initial_state
-    )
+    states = (initial_state, reverse_initial_state)
+    result = _run(q, k, v, gate_logits, reverse_gate_logits, float(normalizer), scale, impl, *states, return_states)
     return result if return_states else result[0]

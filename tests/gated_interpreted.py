@@ -1,0 +1,81 @@
+"""Run by test_triton_interpreted.py with TRITON_INTERPRET=1: the kernels of gated_linear_attention on a CPU."""
+
+import pytest
+import torch
+
+from scanvas.kernels import testing
+from scanvas.kernels.gated import gated_linear_attention, launch
+
+BOTH = "gated_linear_attention"
+
+
+@pytest.fixture(params=[1, 4], ids=["segments", "one segment"])
+def cut(request, monkeypatch):
+    """Cut even short sequences into segments, or do not."""
+    monkeypatch.setattr(launch, "MIN_SEGMENT_CHUNKS", request.param)
+
+
+@pytest.mark.parametrize("N", [1, 17, 45])
+def test_lengths(N, cut):
+    testing.check(BOTH, testing.make_inputs(BOTH, 1, N, 2, 16, 8), "triton", torch.float32)
+
+
+@pytest.mark.parametrize("operation", ["gated_linear_attention_causal", "gated_linear_attention_from_logits"])
+def test_operations(operation, cut):
+    testing.check(operation, testing.make_inputs(operation, 1, 40, 1, 8, 16), "triton", torch.float32)
+
+
+@pytest.mark.parametrize("gate", testing.GATES)
+def test_gates(gate):
+    testing.check(BOTH, testing.make_inputs(BOTH, 1, 40, 1, 16, 16, gate=gate), "triton", torch.float32)
+
+
+@pytest.mark.parametrize(("Dk", "Dv"), [(5, 40), (20, 9)])
+def test_head_dimensions_and_tiles(Dk, Dv):
+    testing.check(BOTH, testing.make_inputs(BOTH, 1, 18, 1, Dk, Dv), "triton", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dtypes(dtype):
+    """The interpreter truncates to bfloat16 where a GPU rounds, hence the generous allowance in this process."""
+    testing.LEAST[torch.bfloat16] = 3e-2
+    testing.check(BOTH, testing.make_inputs(BOTH, 1, 40, 1, 16, 16), "triton", dtype)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_states(bidirectional, cut):
+    inputs = testing.make_inputs(BOTH, 1, 40, 1, 8, 6)[: 5 if bidirectional else 4]
+    start = torch.randn(2, 1, 1, 8, 6, generator=torch.Generator().manual_seed(3))
+    results = []
+    for impl in ("recurrent", "triton"):
+        leaves = [x.clone().requires_grad_() for x in (*inputs, *start[: 2 if bidirectional else 1])]
+        states = dict(zip(("initial_state", "reverse_initial_state"), leaves[len(inputs) :]))
+        outputs = gated_linear_attention(*leaves[: len(inputs)], impl=impl, return_states=True, **states)
+        outputs = [x for x in outputs if x is not None]
+        sum((x * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in outputs).backward()
+        results.append([*outputs, *(x.grad for x in leaves)])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_operator_registration():
+    """Fake tensors, autograd registration and schema, as torch.compile and torch.export use them."""
+    inputs = [x.requires_grad_() for x in testing.make_inputs(BOTH, 1, 5, 1, 4, 4)]
+    torch.library.opcheck(
+        torch.ops.scanvas.gated_linear_attention.default, (*inputs, None, None, 0.5, 0.0, True), raise_exception=True
+    )
+
+
+def test_strides_mixed_dtypes_and_refusals():
+    q, k, v, f, r = testing.make_inputs(BOTH, 1, 9, 2, 4, 4)
+    expected = gated_linear_attention(q, k, v, f, r, impl="recurrent")
+    odd = (q.transpose(1, 3).contiguous().transpose(1, 3), k.double().float(), v, f.expand(1, -1, -1, -1), r)
+    leaves = [x.detach().requires_grad_() for x in odd]
+    out = gated_linear_attention(*leaves, impl="triton")
+    out.sum().backward()
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    mixed = gated_linear_attention(q, k.bfloat16(), v.half(), f.half(), r, impl="triton")
+    assert mixed.dtype == torch.float16
+    torch.testing.assert_close(mixed.float(), expected, rtol=2e-2, atol=2e-2)
+    with pytest.raises(TypeError, match="float64"):
+        gated_linear_attention(q.double(), k, v, f, r, impl="triton")
