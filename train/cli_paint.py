@@ -20,7 +20,8 @@ def _train_denoise(args) -> None:
 
     config = load(DenoiseConfig, args.config, args.overrides, task="denoise")
     result = train_denoiser(config)
-    print(f"best: {json.dumps(result.best)}\npipelines: {result.out / 'best'} and {result.out / 'final'}")
+    if result.main:
+        print(f"best: {json.dumps(result.best)}\npipelines: {result.out / 'best'} and {result.out / 'final'}")
 
 
 @command("latents", "encode a data set once, into data.latents of a denoiser's recipe", CONFIG, OVERRIDES)

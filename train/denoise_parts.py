@@ -94,6 +94,7 @@ class Parts:
         factor = vae_factor(self.vae)
         self.shapes = bucket_shapes(config.data, factor * wanted["patch_size"])
         self.channels = channels
+        self._try(wanted)
         self._open(wanted)
         self.denoiser = self._denoiser(wanted, factor)
 
@@ -227,10 +228,17 @@ class Parts:
         shape = tuple(side // factor for side in self.shapes[len(self.shapes) // 2])
         kwargs.setdefault("sample_size", shape[0] if shape[0] == shape[1] else list(shape))
         kwargs["num_classes"] = self.num_classes
+        return create_denoiser(model.name, **kwargs)
+
+    def _try(self, wanted: dict[str, Any]) -> None:
+        model = self.config.model
+        if model.checkpoint:
+            return
         try:
-            return create_denoiser(model.name, **kwargs)
+            with torch.device("meta"):
+                LinearDiTTransformer2DModel(**wanted)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"model {model.name!r} cannot be built with {kwargs}: {error}") from error
+            raise ConfigError(f"model {model.name!r} cannot be built with {model.kwargs}: {error}") from error
 
     @torch.no_grad()
     def frozen_text(self, captions: list[str]) -> tuple[Tensor, Tensor]:
