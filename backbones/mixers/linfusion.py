@@ -35,7 +35,10 @@ class Modulator(nn.Sequential):
         nn.init.zeros_(self[3].bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
+        out = x
+        for layer in self:  # not super().forward(x), which TorchScript does not know
+            out = layer(out)
+        return x + out
 
 
 def positive(z: Tensor) -> Tensor:

@@ -1,0 +1,117 @@
+"""Compilers, tracers and exporters give what eager gives, at gates from harmless to hostile."""
+
+import warnings
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import scanvas  # noqa: F401 - registers the models
+from scanvas.backbones.mixers import MIXERS
+
+
+def build(name, gate=0.0, **kwargs):
+    """Gates around a logit, of which -400 decays by exp(-25) a token; other parameters random; 8×12 pixels are 2×3
+    tokens."""
+    torch.manual_seed(0)
+    size = {"depths": (1, 1), "num_heads": (1, 2)} if name == "test_vig_h" else {"patch_size": 4, "depth": 1}
+    model = timm.create_model(name, **{"img_size": (8, 12), "num_classes": 7, **size, **kwargs}).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            if parameter_name.endswith("decay_proj.1.bias"):
+                parameter.add_(gate)
+                parameter[::3] = 0.5
+    return model
+
+
+def images(batch, seed=0, size=(8, 12)):
+    return torch.randn(batch, 3, *size, generator=torch.Generator().manual_seed(seed))
+
+
+CASES = [
+    *[("test_vig", {"mixer": mixer}) for mixer in MIXERS],
+    ("test_vig", {"class_token": True, "rope": True}),
+    ("test_vig_h", {}),
+]
+
+
+@pytest.mark.parametrize("mixer", list(MIXERS))
+def test_compile_fullgraph(mixer):
+    """The graph of eager operations, forward and backward, and under autocast."""
+    torch._dynamo.reset()
+    model = build("test_vig", mixer=mixer)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    x = images(2)
+    expected = model(x)
+    expected.square().sum().backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    got = compiled(x)
+    got.square().sum().backward()
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[n], atol=1e-3, rtol=1e-3, msg=n)
+    if mixer == "gla":
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x), atol=5e-2, rtol=5e-2)
+
+
+def test_compile_with_inductor():
+    torch._dynamo.reset()
+    model = build("test_vig", -400.0)
+    x = images(2)
+    with torch.no_grad():
+        got = torch.compile(model, fullgraph=True)(x)
+    torch.testing.assert_close(got, model(x), atol=1e-4, rtol=1e-4)
+
+
+# The last case is longer than a chunk of the scan.
+@pytest.mark.parametrize(("name", "kwargs"), [*CASES[1:], ("test_vig", {"img_size": (24, 48)})])
+def test_export_and_onnx_with_dynamic_batch(name, kwargs, tmp_path):
+    """Under hostile gates: the form of the scan that the graph holds must not be the one that only mild gates allow."""
+    size = kwargs.get("img_size", (8, 12))
+    model = build(name, -400.0, **kwargs)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(model, (images(2, size=size),), dynamic_shapes=({0: batch},))
+    inputs = [images(count, seed=count, size=size) for count in (1, 5)]
+    for x in inputs:
+        torch.testing.assert_close(program.module()(x), model(x), atol=1e-4, rtol=1e-4)
+
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(program, f=tmp_path / "model.onnx", verbose=False)
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = runtime.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
+    for x in inputs:
+        (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        np.testing.assert_allclose(got, model(x).detach().numpy(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "kwargs"), CASES)
+def test_torchscript(name, kwargs):
+    model = build(name, **kwargs)
+    scripted = torch.jit.script(model)
+    for x in (images(2), images(1).transpose(2, 3)):
+        torch.testing.assert_close(scripted(x), model(x), atol=1e-5, rtol=1e-5)
+    scripted(images(1)).sum().backward()
+    assert not [n for n, p in scripted.named_parameters() if p.grad is None]
+    if name == "test_vig":
+        with pytest.raises(RuntimeError, match=r"divisible by the patch size"):
+            scripted(torch.zeros(1, 3, 15, 12))
+
+
+@pytest.mark.parametrize(("name", "kwargs"), CASES)
+def test_fx(name, kwargs):
+    from timm.layers import create_feature_extractor
+
+    model = build(name, **kwargs)
+    traced = create_feature_extractor(model, {model.default_cfg["classifier"].split(".")[0]: "out"})
+    for x in (images(2), images(1).transpose(2, 3)):
+        torch.testing.assert_close(traced(x)["out"], model(x), atol=0, rtol=0)
+    assert [node for node in traced.graph.nodes if node.op == "call_module" and node.target.endswith(".mixer")]
