@@ -61,11 +61,14 @@ def train(folder: Path) -> str:
 
     overrides = [f"data.root={folder / 'digits'}", f"run.out={folder / 'classifier'}"]
     result = train_classifier(load(ClassifyConfig, "digits", overrides, task="classify"))
-    return f"{result.best['top1']:.2f} % of held-out digits right; curves: {folder / 'classifier' / 'curves.png'}"
+    return f"{result.metrics['top1']:.2f} % of held-out digits right; curves: {folder / 'classifier' / 'curves.png'}"
 
 
 def reload(folder: Path) -> str:
-    """A fresh process loads ``classifier/best`` through timm, reads the held-out digits and draws its predictions."""
+    """A fresh process loads ``classifier/final`` through timm, reads the held-out digits and draws its predictions.
+
+    Not ``best``, which those digits chose: they would no longer be held out.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "scanvas.train.demo", str(folder)], capture_output=True, text=True, check=False
     )
@@ -74,8 +77,8 @@ def reload(folder: Path) -> str:
     judged = json.loads(done.stdout.splitlines()[-1])
     if judged["top1"] < WANTED:
         raise DemoError(f"{judged['top1']:.2f} % of the held-out digits are right, and {WANTED} % were promised")
-    best = folder / "classifier" / "best"
-    return f"timm.create_model('local-dir:{best}') gets {judged['top1']:.2f} % right; picture: {judged['picture']}"
+    saved = folder / "classifier" / "final"
+    return f"timm.create_model('local-dir:{saved}') gets {judged['top1']:.2f} % right; picture: {judged['picture']}"
 
 
 STEPS: list[tuple[str, Callable[[Path], str]]] = [
@@ -97,7 +100,7 @@ def judge(folder: Path) -> dict[str, object]:
 
     import scanvas  # noqa: F401 - registers the models with timm
 
-    model = timm.create_model(f"local-dir:{folder / 'classifier' / 'best'}", pretrained=True).eval()
+    model = timm.create_model(f"local-dir:{folder / 'classifier' / 'final'}", pretrained=True).eval()
     transform = create_transform(**resolve_model_data_config(model), is_training=False)
     names = model.pretrained_cfg["label_names"]
     paths = sorted((folder / "digits" / "val").glob("*/*.png"), key=lambda path: path.name)
