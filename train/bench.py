@@ -18,8 +18,9 @@ import torch.nn.functional as F
 
 from scanvas.kernels.gated import gated_linear_attention
 
+from . import bench_gpu
 from .evaluate import pick_device
-from .measure import in_fresh_process, peak_memory, times, versions
+from .measure import in_fresh_process, peak_memory, ratio, times, versions
 
 SHORT, LONG = 1024, 65536  # tokens
 
@@ -81,6 +82,13 @@ def bench_ops(out: str, *, device: str | None = None, quick: bool = False) -> di
     """Forward, and forward with backward, of ``gated_linear_attention`` and its peers over sequence lengths."""
     chosen = pick_device(device)
     dtype = torch.bfloat16 if chosen.type == "cuda" else torch.float32
+    if chosen.type == "cuda":
+        bandwidth = bench_gpu.copy_bandwidth()
+        rows = bench_gpu.op_rows(bandwidth)
+        known = versions(chosen) | {"copy": f"{bandwidth / 1e12:.2f} TB/s"}
+        drawn = [row for row in rows if row["heads"] == rows[0]["heads"]]
+        result = {"versions": known, "rows": rows, "ratios": bench_gpu.op_ratios(rows)}
+        return _finish(Path(out), "ops", result, _panels(drawn, "peer", "tokens", _OP_PANELS))
     lengths = [SHORT, 4096] if quick else [SHORT, 4096, 16384, LONG]
     calls = {
         (tokens, name): peer.build(Shape(1, tokens), chosen, dtype)
@@ -102,7 +110,17 @@ def bench_ops(out: str, *, device: str | None = None, quick: bool = False) -> di
     ]
     ratios = _op_ratios(rows)
     result = {"versions": versions(chosen), "shape": asdict(Shape(1, 0)), "dtype": str(dtype), "rows": rows}
-    return _finish(Path(out), "ops", result | {"ratios": ratios}, _op_panels(rows))
+    return _finish(
+        Path(out), "ops", result | {"ratios": ratios}, _panels(rows, "peer", "tokens", [*_OP_PANELS, _PER_TOKEN])
+    )
+
+
+def bench_denoisers(out: str) -> dict[str, Any]:
+    """DiG beside diffusers' DiT on a GPU: time and peak memory of a forward pass, by resolution."""
+    chosen = pick_device("cuda")
+    rows = bench_gpu.denoiser_rows()
+    result = {"versions": versions(chosen), "rows": rows, "ratios": bench_gpu.denoiser_ratios(rows)}
+    return _finish(Path(out), "denoisers", result, _panels(rows, "model", "side", _DENOISER_PANELS))
 
 
 def _no_grad(call: Callable[[], torch.Tensor]) -> Callable[[], Any]:
@@ -124,11 +142,11 @@ def _op_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         loop, fast = at["recurrent", SHORT], at["torch", SHORT]
         for key in ("forward_ms", "forward_backward_ms"):
             what = f"torch is faster than the recurrent loop at {SHORT} tokens ({key[:-3].replace('_', ' + ')})"
-            ratios.append(_ratio(what, loop[key] / fast[key], at_least=20.0))
+            ratios.append(ratio(what, loop[key] / fast[key], at_least=20.0))
     per_token = [row["us_per_token"] for row in rows if row["peer"] == "torch"]
     longest = max(row["tokens"] for row in rows)
     what = f"torch, time per token from {SHORT} to {longest} tokens, largest over smallest"
-    ratios.append(_ratio(what, max(per_token) / min(per_token), at_most=1.3))
+    ratios.append(ratio(what, max(per_token) / min(per_token), at_most=1.3))
     return ratios
 
 
@@ -139,6 +157,10 @@ _IMAGES = {224: 16, 1024: 1}  # resolution → images in a batch
 def bench_models(out: str, *, device: str | None = None, quick: bool = False) -> dict[str, Any]:
     """Inference of a ViG and of timm's ViT of the same size; peak memory in processes of their own."""
     chosen = pick_device(device)
+    if chosen.type == "cuda":
+        rows = bench_gpu.model_rows()
+        result = {"versions": versions(chosen), "rows": rows, "ratios": bench_gpu.model_ratios(rows)}
+        return _finish(Path(out), "models", result, _panels(rows, "model", "side", _MODEL_PANELS))
     rows = []
     for side in [224] if quick else list(_IMAGES):
         requests = [{"name": n, "side": side, "batch": _IMAGES[side], "device": str(chosen)} for n in MODEL_PEERS]
@@ -155,7 +177,7 @@ def bench_models(out: str, *, device: str | None = None, quick: bool = False) ->
                 }
             )
     result = {"versions": versions(chosen), "rows": rows, "ratios": _model_ratios(rows)}
-    return _finish(Path(out), "models", result, _model_panels(rows))
+    return _finish(Path(out), "models", result, _panels(rows, "model", "side", _MODEL_PANELS))
 
 
 def _model_call(request: dict[str, Any]) -> Callable[[], None]:
@@ -188,17 +210,11 @@ def _model_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for side in sorted({row["side"] for row in rows}):
         a, b = at[ours, side], at[theirs, side]
         what = f"{ours} over {theirs}, images/s at {side}²"
-        ratios.append(_ratio(what, a["images_per_second"] / b["images_per_second"], at_least=wanted[side]))
+        ratios.append(ratio(what, a["images_per_second"] / b["images_per_second"], at_least=wanted[side]))
         if side == 1024:
             what = f"{ours} over {theirs}, peak memory at {side}²"
-            ratios.append(_ratio(what, a["peak_mb"] / b["peak_mb"], at_most=1.0))
+            ratios.append(ratio(what, a["peak_mb"] / b["peak_mb"], at_most=1.0))
     return ratios
-
-
-def _ratio(what: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
-    met = value >= at_least if at_least is not None else value <= at_most
-    wanted = f"≥ {at_least}" if at_least is not None else f"≤ {at_most}"
-    return {"what": what, "ratio": value, "wanted": wanted, "met": met}
 
 
 def _finish(out: Path, name: str, result: dict[str, Any], panels: list[tuple]) -> dict[str, Any]:
@@ -228,26 +244,22 @@ def _print_rows(rows: list[list[Any]]) -> None:
         print("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]))
 
 
-def _op_panels(rows: list[dict[str, Any]]) -> list[tuple]:
-    peers = list(dict.fromkeys(row["peer"] for row in rows))
-    return [
-        (title, "tokens", unit, {p: [(r["tokens"], r[key]) for r in rows if r["peer"] == p] for p in peers})
-        for title, key, unit in (
-            ("forward", "forward_ms", "ms"),
-            ("forward and backward", "forward_backward_ms", "ms"),
-            ("forward and backward, per token", "us_per_token", "µs"),
-        )
-    ]
+_OP_PANELS = [("forward", "forward_ms", "ms"), ("forward and backward", "forward_backward_ms", "ms")]
+_PER_TOKEN = ("forward and backward, per token", "us_per_token", "µs")
+_MODEL_PANELS = [
+    ("inference", "images_per_second", "images/s"),
+    ("peak memory beyond the weights", "peak_mb", "MiB"),
+]
+_DENOISER_PANELS = [("forward, one image", "ms_per_image", "ms"), _MODEL_PANELS[1]]
 
 
-def _model_panels(rows: list[dict[str, Any]]) -> list[tuple]:
-    models = list(dict.fromkeys(row["model"] for row in rows))
+def _panels(rows: list[dict[str, Any]], line: str, x: str, wanted: list[tuple[str, str, str]]) -> list[tuple]:
+    """One panel for each (title, key, unit) of ``wanted``, one line in it for each value of the key ``line``."""
+    names = list(dict.fromkeys(row[line] for row in rows))
+    label = {"side": "pixels a side"}.get(x, x)
     return [
-        (title, "pixels a side", unit, {m: [(r["side"], r[key]) for r in rows if r["model"] == m] for m in models})
-        for title, key, unit in (
-            ("inference", "images_per_second", "images/s"),
-            ("peak memory beyond the weights", "peak_mb", "MiB"),
-        )
+        (title, label, unit, {n: [(row[x], row[key]) for row in rows if row[line] == n] for n in names})
+        for title, key, unit in wanted
     ]
 
 

@@ -177,6 +177,17 @@ def _bench_models(args) -> None:
     bench_models(args.out, device=args.device, quick=args.quick)
 
 
+@command(
+    "bench denoisers",
+    "DiG against diffusers' DiT on a GPU: time and peak memory, by resolution",
+    argument("--out", default="runs/bench", metavar="DIR", help="where denoisers.json and denoisers.png go"),
+)
+def _bench_denoisers(args) -> None:
+    from .bench import bench_denoisers
+
+    bench_denoisers(args.out)
+
+
 @command("doctor", "check that every operation computes what it should on this machine; a minute or two")
 def _doctor(args) -> int:
     from .doctor import doctor

@@ -86,3 +86,10 @@ def versions(device: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     found = {p: version(p) for p in ("torch", "timm", "scanvas")}
     return {"device": str(device), "name": name, "threads": str(torch.get_num_threads()), **found}
+
+
+def ratio(what: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
+    """A measured ratio beside the one wanted."""
+    met = value >= at_least if at_least is not None else value <= at_most
+    wanted = f"≥ {at_least}" if at_least is not None else f"≤ {at_most}"
+    return {"what": what, "ratio": value, "wanted": wanted, "met": met}
