@@ -18,6 +18,7 @@ from .loop import Loop, Result
 from .losses import Step, loss_terms
 from .paint_data import Order, fixed_order
 from .pictures import save_grid
+from .quiet import no_bars
 from .samples import BadImages
 
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, spread evenly however many there are
@@ -169,7 +170,8 @@ class DenoiseTask:
         save_grid(images, Path(self.config.run.out) / "samples" / f"step-{step:08d}.png")
 
     def export(self, model: nn.Module, folder: Path, metrics: dict[str, Any]) -> None:
-        self.parts.pipeline(model).save_pretrained(folder)
+        with no_bars():
+            self.parts.pipeline(model).save_pretrained(folder)
 
     def notes(self) -> list[str]:
         summary = self.bad.summary()

@@ -18,6 +18,7 @@ import scanvas  # noqa: F401 - makes our pipelines known to diffusers
 from .errors import CheckpointError, UserError, nearest
 from .evaluate import pick_device
 from .pictures import save_grid
+from .quiet import no_bars
 
 DEFAULT = "runs/demo/painter/final"  # where the demo leaves its pipeline
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,7 +40,8 @@ def load_pipeline(path: str | None, *, device: torch.device, dtype: str = "fp32"
         hint = f"; its sub-directory {' or '.join(inner)} does" if inner else ""
         raise CheckpointError(f"--pipeline {str(folder)!r} holds no model_index.json{hint}")
     try:
-        pipeline = DiffusionPipeline.from_pretrained(folder)
+        with no_bars():
+            pipeline = DiffusionPipeline.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
         raise CheckpointError(
             f"cannot read the pipeline at {str(folder)!r}: {' '.join(str(error).split())[:400]}"
@@ -47,7 +49,7 @@ def load_pipeline(path: str | None, *, device: torch.device, dtype: str = "fp32"
     if scheduler is not None:
         pipeline.register_modules(scheduler=_scheduler(scheduler, pipeline.scheduler.config))
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to(device, DTYPES[dtype])
+    return pipeline.to(device) if dtype == "fp32" else pipeline.to(device, DTYPES[dtype])
 
 
 def _scheduler(name: str, config: Any):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .denoise_config import TextConfig
 from .errors import ConfigError, UserError
+from .quiet import no_bars
 
 _SPECIAL = {"pad_token": "[pad]", "unk_token": "[unknown]", "bos_token": "[start]", "eos_token": "[end]"}
 
@@ -71,7 +72,8 @@ def load_text(config: TextConfig) -> tuple[Any, nn.Module]:
         tokenizer = AutoTokenizer.from_pretrained(source, **places["tokenizer"])
         kind = AutoConfig.from_pretrained(source, **places["model"]).model_type
         cls = {"t5": T5EncoderModel, "clip": CLIPTextModel, "clip_text_model": CLIPTextModel}.get(kind, AutoModel)
-        encoder = cls.from_pretrained(source, **places["model"])
+        with no_bars():
+            encoder = cls.from_pretrained(source, **places["model"])
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"text.pretrained={source!r} cannot be loaded: {' '.join(str(error).split())[:400]}"
