@@ -41,6 +41,8 @@ class LinearDiTTransformer2DModel(
         out_channels: ``in_channels`` (default), or twice as many for a learned variance.
         num_layers, num_attention_heads, attention_head_dim: the width is heads × head dimension.
         mixer, mixer_kwargs: see ``scanvas.create_mixer``.
+        layer_mixers: other mixers for some blocks: the block's index, as a string, → ``mixer``, ``num_heads`` and the
+            mixer's own keywords. What ``scanvas.linearize`` writes.
         scan_orders: orders of the blocks, repeated, for mixers that depend on one; see ``backbones.scan.ORDERS``.
         depthwise_conv: a 3×3 depthwise convolution after each block, at first the identity.
         long_skip: outputs of the first half of the blocks are joined to the inputs of the second.
@@ -90,6 +92,7 @@ class LinearDiTTransformer2DModel(
         num_cross_attention_heads: int | None = None,
         prediction_type: str = "epsilon",
         timestep_scale: float = 1.0,
+        layer_mixers: dict[str, dict] | None = None,
     ):
         super().__init__()
         out_channels = in_channels if out_channels is None else out_channels
@@ -127,13 +130,19 @@ class LinearDiTTransformer2DModel(
         self.adaln_single = nn.Linear(dim, 6 * dim) if norm_type == "ada_norm_single" else None
         cross_heads = None if caption_channels is None else num_cross_attention_heads or num_attention_heads
         receivers = range(num_layers // 2 + 1, num_layers) if long_skip else ()
+        mixers = [(mixer, num_attention_heads, mixer_kwargs)] * num_layers
+        for index, other in (layer_mixers or {}).items():
+            if index not in map(str, range(num_layers)) or "mixer" not in other:
+                raise ValueError(f"layer_mixers: '0'…'{num_layers - 1}' → {{'mixer': …}}, got {index!r} → {other}")
+            own = {key: value for key, value in other.items() if key not in ("mixer", "num_heads")}
+            mixers[int(index)] = (other["mixer"], other.get("num_heads", num_attention_heads), own)
         self.transformer_blocks = nn.ModuleList(
             LinearDiTBlock(
                 dim,
-                num_attention_heads,
+                mixers[i][1],
                 mlp_hidden,
-                mixer=mixer,
-                mixer_kwargs=mixer_kwargs,
+                mixer=mixers[i][0],
+                mixer_kwargs=mixers[i][2],
                 mlp=mlp,
                 norm_type=norm_type,
                 order=scan_orders[i % len(scan_orders)],

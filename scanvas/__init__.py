@@ -31,6 +31,23 @@ _LAZY: dict[str, str] = {
     "LinearDiTTextToImagePipeline": "scanvas.diffusion.pipeline_text",
     "create_denoiser": "scanvas.diffusion.presets",
     "convert_dig_checkpoint": "scanvas.diffusion.convert",
+    "linearize": "scanvas.diffusion.linearize",
+    "delinearize": "scanvas.diffusion.linearize",
+    "save_linearized": "scanvas.diffusion.linear_timm",
+    "load_linearized": "scanvas.diffusion.linear_timm",
+    "LinearizedDiTTransformer2DModel": "scanvas.diffusion.linear_classes",
+    "LinearizedPixArtTransformer2DModel": "scanvas.diffusion.linear_classes",
+    "LinearizedSanaTransformer2DModel": "scanvas.diffusion.linear_classes",
+    "LinearizedSD3Transformer2DModel": "scanvas.diffusion.linear_classes",
+    "LinearizedFluxTransformer2DModel": "scanvas.diffusion.linear_classes",
+    "LinearizedHunyuanDiT2DModel": "scanvas.diffusion.linear_classes",
+    "LinearizedAuraFlowTransformer2DModel": "scanvas.diffusion.linear_classes",
+    "LinearizedQwenImageTransformer2DModel": "scanvas.diffusion.linear_classes",
+    "LinearizedWanTransformer3DModel": "scanvas.diffusion.linear_classes",
+    "LinearizedUNet2DConditionModel": "scanvas.diffusion.linear_classes",
+    "LinearizedVisionTransformer": "scanvas.diffusion.linear_classes",
+    "LinearizedVisionTransformerDistilled": "scanvas.diffusion.linear_classes",
+    "LinearizedEva": "scanvas.diffusion.linear_classes",
 }
 # diffusers looks for the base class of a library's models beside them.
 _HIDDEN = {"ModelMixin": "diffusers"}

@@ -12,7 +12,7 @@ from .base import TokenMixer
 
 
 class HedgehogFeatures(nn.Module):
-    """``φ(z) = [softmax(z W); softmax(−z W)]`` with one ``W`` per head, at first the identity (arXiv:2402.04347, eq. 6).
+    """``φ(z) = [softmax(z W); softmax(−z W)]`` with one ``W`` per head, at first the identity (arXiv:2402.04347).
 
     Args:
         num_heads, head_dim: of the queries or keys it is applied to; the features are twice as wide.

@@ -1,0 +1,322 @@
+"""Closed-form fits of what is new in a linearised layer to the outputs of the softmax layer it replaces.
+
+Layers are teacher-forced: each sees the inputs that the softmax model gives it. The convolution, scale or temperature
+of a core, and an output projection that was not inherited, are fitted one after the other; nothing is trained.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scanvas.backbones.mixers.linear import LinearAttention
+
+from .linear_attention_modules import LinearizedLayer, TimmAttention
+from .linear_cores import decay_logit
+from .linear_swap import Replacements, add_hooks
+
+_TEMPERATURES = (1.0, 0.25, 0.5, 2.0, 4.0, 8.0)
+_DECAYS = (0.5, 0.9, 0.99, 0.9999)
+_RIDGE = 1e-6
+
+
+def call(model: nn.Module, batch: Any) -> Tensor:
+    """The model's output on a calibration batch: keywords in a dict, positional arguments in a tuple, or one tensor.
+
+    Raises:
+        TypeError: the batch is none of these.
+    """
+    if isinstance(batch, dict):
+        out = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        out = model(*batch)
+    elif isinstance(batch, Tensor):
+        out = model(batch)
+    else:
+        raise TypeError(
+            "calibration must hold batches for the model: dicts of keywords, tuples of arguments or tensors; "
+            f"got {type(batch).__name__}"
+        )
+    out = out.sample if hasattr(out, "sample") else out
+    return out[0] if isinstance(out, (tuple, list)) else out
+
+
+def as_batches(calibration: Any) -> list:
+    """A list of batches; one alone may come without a list.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(calibration, (dict, Tensor)):
+        return [calibration]
+    if not isinstance(calibration, Iterable):
+        raise TypeError(f"calibration must be batches of the model's inputs, got {type(calibration).__name__}")
+    batches = list(calibration)
+    if not batches:
+        raise ValueError("calibration is empty: give at least one batch of the model's inputs")
+    return batches
+
+
+def output_layers(layer: nn.Module) -> list[nn.Linear]:
+    """The output projections of an attention: the image's, then the text's."""
+    layers = [getattr(layer, "proj", None), getattr(layer, "to_out", None), getattr(layer, "to_add_out", None)]
+    return [m if isinstance(m, nn.Linear) else m[0] for m in layers if m is not None]
+
+
+def _as_tuple(out: Any) -> tuple[Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)
+
+
+class _Watch:
+    """Keeps what goes through the output projections of a layer while it runs."""
+
+    def __init__(self, layer: nn.Module):
+        self.inputs: dict[int, Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
+        self.handles = [m.register_forward_hook(self._keep(i)) for i, m in enumerate(output_layers(layer))]
+
+    def _keep(self, index: int) -> Callable:
+        def hook(_, args, output):
+            self.inputs[index], self.outputs[index] = args[0].detach(), output.detach()
+
+        return hook
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def observe(model: nn.Module, replacements: Replacements, batches: list, visit: Callable) -> None:
+    """Run the softmax model, and for each of its layers ``visit(path, args, kwargs, output, watch)``."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    handles = add_hooks(model, replacements)
+    watches = {}
+
+    def attach(path: str, layer: nn.Module) -> None:
+        watches[path] = _Watch(layer)
+
+        def hook(_, args, kwargs, output):
+            visit(path, args, kwargs, output, watches[path])
+
+        handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+
+    try:
+        for path in replacements:
+            attach(path, model.get_submodule(path))
+        for batch in batches:
+            call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for watch in watches.values():
+            watch.close()
+        for module, mode in training.items():
+            module.training = mode
+
+
+def relative_errors(model: nn.Module, replacements: Replacements, batches: list) -> dict[str, float]:
+    """Path → squared error of the layer's output, relative to the softmax layer's."""
+    sums = {path: [0.0, 0.0] for path in replacements}
+
+    def visit(path, args, kwargs, output, _):
+        for got, wanted in zip(_as_tuple(replacements[path](*args, **kwargs)), _as_tuple(output)):
+            sums[path][0] += (got.double() - wanted.double()).square().sum().item()
+            sums[path][1] += wanted.double().square().sum().item()
+
+    observe(model, replacements, batches, visit)
+    return {path: error / total if total else error for path, (error, total) in sums.items()}
+
+
+def calibrate(model: nn.Module, replacements: Replacements, batches: list, inherit: str) -> dict[str, dict[str, Any]]:
+    """Fit the replacements in place. Returns path → ``error_before``, ``error_after`` and ``fitted``."""
+    before = relative_errors(model, replacements, batches)
+    fitted: dict[str, list[str]] = {path: [] for path in replacements}
+    _search(model, replacements, batches, fitted)
+    if "v" in inherit:
+        _fit_inside(model, replacements, batches, fitted)
+    if "o" not in inherit:
+        _fit_output(model, replacements, batches, fitted)
+    after = relative_errors(model, replacements, batches)
+    return {
+        path: {"error_before": before[path], "error_after": after[path], "fitted": fitted[path]}
+        for path in replacements
+    }
+
+
+def _convolution(layer: nn.Module) -> nn.Module | None:
+    if isinstance(layer, LinearizedLayer):
+        return layer.core.conv
+    return layer.conv if isinstance(layer, LinearAttention) else None
+
+
+def _plain_inside(layer: nn.Module) -> bool:
+    """Nothing stands between the core and the output projection."""
+    return not isinstance(layer, TimmAttention) or (isinstance(layer.norm, nn.Identity) and layer.gate is None)
+
+
+def _fit_inside(model: nn.Module, replacements: Replacements, batches: list, fitted: dict) -> None:
+    """The convolution and the scale of a core, to what reaches the softmax layer's output projection."""
+    normal: dict[str, list] = {}
+
+    def visit(path, args, kwargs, output, watch):
+        layer = replacements[path]
+        conv, scale = _convolution(layer), getattr(getattr(layer, "core", None), "scale", None)
+        if (conv is None and scale is None) or not _plain_inside(layer):
+            return
+        # Without an output projection (Flux' single blocks) the output itself is what the core gives.
+        targets = [watch.inputs[i] for i in sorted(watch.inputs)] or list(_as_tuple(output))
+        own, seen = _Watch(layer), []
+        if conv is not None:
+            handle = conv.register_forward_hook(lambda _, inputs, out: seen.append((inputs[0], inputs[1], out)))
+        got = _as_tuple(layer(*args, **kwargs))
+        own.close()
+        pieces = [own.inputs[i] for i in sorted(own.inputs)] or list(got)
+        if conv is not None:
+            handle.remove()
+            (values, grid, local) = seen[0]
+            tokens = values.shape[0] // targets[0].shape[0] * values.shape[1]
+            # In one stream the image comes last.
+            residual = (targets[0] - pieces[0])[:, -tokens:].reshape(values.shape).double() + local.double()
+            _add(normal, path, *_convolution_equations(values.double(), residual, grid, conv.kernel_size[0]))
+        else:
+            got_all, wanted = (torch.cat([t.flatten(0, -2) for t in ts]).double() for ts in (pieces, targets))
+            _add(normal, path, (got_all * got_all).sum(0), (got_all * wanted).sum(0))
+
+    observe(model, replacements, batches, visit)
+    with torch.no_grad():
+        for path, (gram, moment) in normal.items():
+            layer = replacements[path]
+            conv = _convolution(layer)
+            if conv is None:
+                layer.core.scale.mul_((moment / gram.clamp_min(1e-12)).to(layer.core.scale.dtype))
+                fitted[path].append("core.scale")
+                continue
+            solution = _solve(gram, moment.unsqueeze(-1)).squeeze(-1)
+            conv.weight.copy_(solution[:, :-1].view_as(conv.weight))
+            conv.bias.copy_(solution[:, -1])
+            prefix = "core.conv" if isinstance(layer, LinearizedLayer) else "conv"
+            fitted[path] += [f"{prefix}.weight", f"{prefix}.bias"]
+
+
+def _convolution_equations(values: Tensor, target: Tensor, grid: tuple[int, int], size: int) -> tuple[Tensor, Tensor]:
+    """Normal equations, per channel, of a depthwise convolution with bias: ``(C, k²+1, k²+1)`` and ``(C, k²+1)``."""
+    B, N, C = values.shape
+    image = values.transpose(1, 2).reshape(B, C, *grid)
+    patches = nn.functional.unfold(image, size, padding=size // 2).view(B, C, size * size, N)
+    patches = torch.cat((patches, patches.new_ones(B, C, 1, N)), dim=2)
+    return torch.einsum("bcin,bcjn->cij", patches, patches), torch.einsum("bcin,bnc->ci", patches, target)
+
+
+def _candidates(layer: nn.Module) -> dict[str, list[Tensor]]:
+    """Tensors for which a few settings are tried: name → their values. The first setting is the present one."""
+    owner, prefix = (layer.core, "core.") if isinstance(layer, LinearizedLayer) else (layer, "")
+    if hasattr(owner, "q_features"):
+        names = ("q_features.weight", "k_features.weight")
+        return {prefix + n: [owner.get_parameter(n).detach() * t for t in _TEMPERATURES] for n in names}
+    if hasattr(owner, "decay_proj"):
+        bias = owner.decay_proj[1].bias.detach()
+        return {prefix + "decay_proj.1.bias": [bias.clone(), *(torch.full_like(bias, decay_logit(d)) for d in _DECAYS)]}
+    return {}
+
+
+def _search(model: nn.Module, replacements: Replacements, batches: list, fitted: dict) -> None:
+    """The temperature of Hedgehog's features and the decay of gated layers: the best of a few, layer by layer."""
+    tried = {path: values for path, layer in replacements.items() if (values := _candidates(layer))}
+    if not tried:
+        return
+    count = len(next(iter(next(iter(tried.values())).values())))
+    layers = {path: replacements[path] for path in tried}
+    errors = []
+    for i in range(count):
+        _set(layers, tried, dict.fromkeys(tried, i))
+        errors.append(relative_errors(model, layers, batches))
+    best = {path: min(range(count), key=lambda i: errors[i][path]) for path in tried}
+    _set(layers, tried, best)
+    for path, values in tried.items():
+        if best[path]:
+            fitted[path] += list(values)
+
+
+@torch.no_grad()
+def _set(layers: Replacements, tried: dict[str, dict[str, list[Tensor]]], choice: dict[str, int]) -> None:
+    for path, layer in layers.items():
+        for name, values in tried[path].items():
+            layer.get_parameter(name).copy_(values[choice[path]])
+
+
+def _fit_output(model: nn.Module, replacements: Replacements, batches: list, fitted: dict) -> None:
+    """Output projections that were not inherited, by ridge regression to the softmax layer's output."""
+    normal: dict[tuple[str, int], list] = {}
+
+    def visit(path, args, kwargs, _, watch):
+        own = _Watch(replacements[path])
+        replacements[path](*args, **kwargs)
+        own.close()
+        for i, features in own.inputs.items():
+            if i not in watch.outputs:
+                continue
+            x = features.flatten(0, -2).double()
+            if output_layers(replacements[path])[i].bias is not None:
+                x = torch.cat((x, x.new_ones(len(x), 1)), dim=1)
+            _add(normal, (path, i), x.T @ x, x.T @ watch.outputs[i].flatten(0, -2).double())
+
+    observe(model, replacements, batches, visit)
+    with torch.no_grad():
+        for (path, i), (gram, moment) in normal.items():
+            layer = output_layers(replacements[path])[i]
+            solution = _solve(gram, moment).T
+            layer.weight.copy_(solution[:, : layer.in_features])
+            if layer.bias is not None:
+                layer.bias.copy_(solution[:, -1])
+            fitted[path] += [
+                f"{name}.{key}"
+                for name, module in replacements[path].named_modules()
+                if module is layer
+                for key, _ in module.named_parameters()
+            ]
+
+
+def _add(normal: dict, key: Any, gram: Tensor, moment: Tensor) -> None:
+    if key in normal:
+        normal[key][0] += gram
+        normal[key][1] += moment
+    else:
+        normal[key] = [gram, moment]
+
+
+def _solve(gram: Tensor, moment: Tensor) -> Tensor:
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    ridge = _RIDGE * diagonal.mean(-1, keepdim=True).clamp_min(1e-12)
+    return torch.linalg.solve(gram + torch.diag_embed(ridge.expand_as(diagonal)), moment)
+
+
+def sensitivity(model: nn.Module, replacements: Replacements, batches: list) -> list[dict[str, Any]]:
+    """How much the model's output changes when one layer alone is replaced, least first: ``path`` and ``error``, the
+    squared error relative to the softmax model's output."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    handles = add_hooks(model, replacements)
+    rows = []
+    try:
+        with torch.no_grad():
+            wanted = [call(model, batch) for batch in batches]
+            for path, layer in replacements.items():
+                hook = model.get_submodule(path).register_forward_hook(
+                    lambda _, args, kwargs, output, layer=layer: layer(*args, **kwargs), with_kwargs=True
+                )
+                try:
+                    got = [call(model, batch) for batch in batches]
+                finally:
+                    hook.remove()
+                error = sum((a.double() - b.double()).square().sum().item() for a, b in zip(got, wanted))
+                total = sum(b.double().square().sum().item() for b in wanted)
+                rows.append({"path": path, "error": error / total if total else error})
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in training.items():
+            module.training = mode
+    return sorted(rows, key=lambda row: row["error"])

@@ -1,0 +1,274 @@
+"""The targets of ``linearize``: what mixes values once queries, keys and values are there.
+
+A core knows nothing of a model family. It gets queries and keys after their norms and before their rotary positions,
+in the heads of the softmax model, and fuses neighbouring heads when it has fewer.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from scanvas.backbones.mixers import TokenConv
+from scanvas.backbones.mixers.hedgehog import HedgehogFeatures
+from scanvas.backbones.mixers.linfusion import Modulator, positive
+from scanvas.kernels.gated import gated_linear_attention_from_logits
+from scanvas.kernels.gated.api import MAX_HEAD_DIM
+from scanvas.kernels.linear import linear_attention
+
+Rotate = Callable[[Tensor], Tensor]
+
+
+class LinearCore(nn.Module, ABC):
+    """Args:
+    dim: channels of the tokens that queries and keys are projected from.
+    value_dim: channels of queries, keys and values: heads × head dimension.
+    heads: heads after fusing; divides the heads of the softmax attention.
+    streams: 1, or 2 where text and image have projections of their own.
+    kernel_size: of the depthwise convolution on the image's values, added to the result; 0 leaves it out.
+    """
+
+    kernel_size: ClassVar[int] = 0
+    defaults: ClassVar[dict[str, Any]] = {}
+    """Options with their default values."""
+
+    def __init__(self, dim: int, value_dim: int, heads: int, streams: int, *, kernel_size: int = 0, **factory):
+        super().__init__()
+        if kernel_size < 0 or (kernel_size and kernel_size % 2 == 0):
+            raise ValueError(f"kernel_size must be odd, or 0 for no convolution; got {kernel_size}")
+        self.heads = heads
+        self.conv = TokenConv(value_dim, kernel_size, **factory) if kernel_size else None
+        if self.conv is not None:  # the softmax model has no such branch: let it start as nothing
+            nn.init.zeros_(self.conv.weight)
+            nn.init.zeros_(self.conv.bias)
+
+    @classmethod
+    def default_heads(cls, heads: int) -> int:
+        """Heads for a softmax attention of so many."""
+        return heads
+
+    def query_input(self, x: Tensor, stream: int) -> Tensor:
+        """What queries of a stream (0: image, 1: text) are projected from."""
+        return x
+
+    def key_input(self, x: Tensor, stream: int) -> Tensor:
+        """What keys of a stream are projected from."""
+        return x
+
+    def fuse(self, x: Tensor) -> Tensor:
+        """``(B, N, heads before, D)`` → ``(B, N, heads, D')``."""
+        return x.flatten(2).unflatten(2, (self.heads, -1))
+
+    @abstractmethod
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None) -> Tensor:
+        """``(B, N, heads, D')``; arguments as for ``forward``."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        rotate: Rotate | None,
+        weight: Tensor | None,
+        start: int,
+        grid: tuple[int, ...] | None,
+    ) -> Tensor:
+        """
+        Args:
+            q, k, v: ``(B, N, heads before, D)``.
+            x: ``(B, N, C)``, what they were projected from.
+            rotate: puts rotary positions on ``(B, N, heads before, D)``.
+            weight: ``(B or 1, N)`` ≥ 0, weight of each key: the exponential of what a mask adds to its scores.
+            start: index of the first image token.
+            grid: ``(H, W)`` or ``(T, H, W)`` of the image's tokens, for the convolution.
+
+        Returns:
+            ``(B, N, heads·D)``, before the output projection.
+        """
+        out = self.mix(q, k, v, x, rotate, weight).flatten(2)
+        if self.conv is not None:
+            H, W = grid[-2:]
+            tokens = math.prod(grid)
+            image = v.flatten(2)[:, start : start + tokens]
+            image = self.conv(image.reshape(-1, H * W, image.shape[-1]), (H, W)).reshape(image.shape)
+            out = out + nn.functional.pad(image, (0, 0, start, out.shape[1] - start - tokens)).to(out.dtype)
+        return out
+
+
+class KernelCore(LinearCore):
+    """Division-normalised linear attention; rotary positions only in the numerator, whose features may be negative
+    after it while those of the divisor stay positive (RoFormer, arXiv:2104.09864, eq. 19)."""
+
+    def __init__(self, dim: int, value_dim: int, heads: int, streams: int, *, eps: float, **options):
+        super().__init__(dim, value_dim, heads, streams, **options)
+        self.eps = eps
+
+    @staticmethod
+    def feature(z: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None) -> Tensor:
+        q, k = self.feature(q), self.feature(k)
+        if weight is not None:
+            k = k * weight[..., None, None].to(k.dtype)
+        divisor = {}
+        if rotate is not None:
+            divisor = {"normalizer_q": self.fuse(q), "normalizer_k": self.fuse(k)}
+            q, k = rotate(q), rotate(k)
+        return linear_attention(self.fuse(q), self.fuse(k), self.fuse(v), eps=self.eps, **divisor)
+
+
+class LitCore(KernelCore):
+    """LiT (arXiv:2501.12976): ReLU features, few heads, and a depthwise 5×5 convolution on the values."""
+
+    defaults: ClassVar[dict[str, Any]] = {"kernel_size": 5, "eps": 1e-6}
+
+    @classmethod
+    def default_heads(cls, heads: int) -> int:
+        """The divisor nearest to a quarter: 2 for DiT-S (6 heads), 4 for DiT-XL (16), as in the paper."""
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        return min(divisors, key=lambda n: (abs(n - heads / 4), -n))
+
+    @staticmethod
+    def feature(z: Tensor) -> Tensor:
+        return z.relu()
+
+
+class LinFusionCore(KernelCore):
+    """LinFusion (arXiv:2409.02097): ELU + 1 features, queries and keys of ``x + f(x)``; ``f`` starts at zero."""
+
+    defaults: ClassVar[dict[str, Any]] = {"hidden": None, "kernel_size": 0, "eps": 1e-4}
+
+    def __init__(
+        self, dim: int, value_dim: int, heads: int, streams: int, *, hidden: int | None, eps: float, **options
+    ):
+        super().__init__(dim, value_dim, heads, streams, eps=eps, **options)
+        factory = {key: options[key] for key in ("device", "dtype") if key in options}
+        self.q_modulators = nn.ModuleList(Modulator(dim, hidden, **factory) for _ in range(streams))
+        self.k_modulators = nn.ModuleList(Modulator(dim, hidden, **factory) for _ in range(streams))
+        for modulator in (*self.q_modulators, *self.k_modulators):
+            modulator.init_identity()
+
+    feature = staticmethod(positive)
+
+    def query_input(self, x: Tensor, stream: int) -> Tensor:
+        return self.q_modulators[stream](x)
+
+    def key_input(self, x: Tensor, stream: int) -> Tensor:
+        return self.k_modulators[stream](x)
+
+
+class HedgehogCore(LinearCore):
+    """Hedgehog (arXiv:2402.04347): learned spiky features, after the rotary positions as in LoLCATs
+    (arXiv:2410.10254), so that they are positive and know the positions."""
+
+    defaults: ClassVar[dict[str, Any]] = {"kernel_size": 0, "eps": 1e-6}
+
+    def __init__(self, dim: int, value_dim: int, heads: int, streams: int, *, eps: float, **options):
+        super().__init__(dim, value_dim, heads, streams, **options)
+        factory = {key: options[key] for key in ("device", "dtype") if key in options}
+        self.eps = eps
+        self.q_features = HedgehogFeatures(heads, value_dim // heads, **factory)
+        self.k_features = HedgehogFeatures(heads, value_dim // heads, **factory)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None) -> Tensor:
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
+        q, k = self.q_features(self.fuse(q)), self.k_features(self.fuse(k))
+        if weight is not None:
+            k = k * weight[..., None, None].to(k.dtype)
+        return linear_attention(q, k, self.fuse(v), eps=self.eps)
+
+
+class GlaCore(LinearCore):
+    """Gated linear attention from both sides (arXiv:2312.06635; ViG, arXiv:2405.18425), each channel scaled at the end.
+
+    ``initial_decay`` is the decay per token at the start: near 1, all tokens are seen nearly alike. With ``normalize``
+    queries and keys go through ELU + 1 and the result is divided by what values of one would give, so that the layer
+    starts as an average of values, as a softmax is; rotary positions are in the numerator only. Without, it is the
+    layer of the papers: scores of any sign and an RMSNorm per head.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "gate_rank": 16,
+        "initial_decay": 0.999,
+        "normalize": True,
+        "kernel_size": 0,
+    }
+    normalizer: ClassVar[float] = 16.0
+
+    def __init__(
+        self,
+        dim: int,
+        value_dim: int,
+        heads: int,
+        streams: int,
+        *,
+        gate_rank: int,
+        initial_decay: float,
+        normalize: bool,
+        **options,
+    ):
+        super().__init__(dim, value_dim, heads, streams, **options)
+        factory = {key: options[key] for key in ("device", "dtype") if key in options}
+        if value_dim // heads > MAX_HEAD_DIM:
+            raise ValueError(
+                f"heads: gated linear attention takes heads of at most {MAX_HEAD_DIM} channels, but {heads} heads of "
+                f"{value_dim} channels have {value_dim // heads}"
+            )
+        if gate_rank < 1:
+            raise ValueError(f"gate_rank must be positive, got {gate_rank}")
+        self.normalize = normalize
+        self.decay_proj = nn.Sequential(
+            nn.Linear(dim, gate_rank, bias=False, **factory), nn.Linear(gate_rank, 2 * value_dim, **factory)
+        )
+        self.scale = nn.Parameter(torch.ones(value_dim, **factory))
+        nn.init.xavier_uniform_(self.decay_proj[0].weight)
+        nn.init.xavier_uniform_(self.decay_proj[1].weight, gain=2**-2.5)
+        nn.init.constant_(self.decay_proj[1].bias, decay_logit(initial_decay))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None) -> Tensor:
+        if self.normalize:
+            q, k = positive(q), positive(k)
+        if weight is not None:
+            k = k * weight[..., None, None].to(k.dtype)
+        plain_q, plain_k = self.fuse(q), self.fuse(k)
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
+        gates = self.decay_proj(x).unflatten(-1, (2, self.heads, -1)).unbind(2)
+        out = gated_linear_attention_from_logits(
+            self.fuse(q), self.fuse(k), self.fuse(v), *gates, normalizer=self.normalizer
+        )
+        dtype = torch.promote_types(out.dtype, torch.float32)
+        if self.normalize:
+            ones = torch.ones(*v.shape[:2], self.heads, 1, device=v.device, dtype=dtype)
+            divisor = gated_linear_attention_from_logits(plain_q, plain_k, ones, *gates, normalizer=self.normalizer)
+            out = out.to(dtype) / (divisor + 1e-6)
+        else:
+            out = nn.functional.rms_norm(out.to(dtype), out.shape[-1:], eps=1e-6)
+        return (out * self.scale.view(self.heads, -1)).to(v.dtype)
+
+
+def decay_logit(decay: float) -> float:
+    """The gate logit of a decay per token: ``log σ(logit) / 16 = log decay``.
+
+    Raises:
+        ValueError: the decay is not between 0 and 1.
+    """
+    if not 0 < decay < 1:
+        raise ValueError(f"initial_decay must be between 0 and 1, got {decay}")
+    probability = decay**GlaCore.normalizer
+    return math.log(probability / (1 - probability))
+
+
+TARGETS: dict[str, type[LinearCore]] = {
+    "lit": LitCore,
+    "linfusion": LinFusionCore,
+    "hedgehog": HedgehogCore,
+    "gla": GlaCore,
+}
+"""Name → what takes the place of the softmax."""

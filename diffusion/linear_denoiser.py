@@ -1,0 +1,106 @@
+"""Our own denoiser under ``linearize``: its mixers are exchanged, and its config says so in ``layer_mixers``."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from scanvas.backbones.mixers import create_mixer
+from scanvas.backbones.mixers.softmax import SoftmaxAttention
+
+from .adapters import Adapter, register_adapter
+from .linear_attention_modules import GridRecord
+from .linear_cores import decay_logit
+
+MIXER_OF = {"lit": "linear", "linfusion": "linfusion", "hedgehog": "hedgehog", "gla": "gla"}
+"""Target → mixer."""
+_OPTIONS = {
+    "lit": ("kernel_size", "eps"),
+    "linfusion": ("hidden", "eps"),
+    "hedgehog": ("eps",),
+    "gla": ("gate_rank",),
+}
+
+
+def mixer_config(spec: dict[str, Any], original: SoftmaxAttention) -> dict[str, Any]:
+    """The entry of ``layer_mixers`` for a layer: name, heads and keywords of the mixer."""
+    target = spec["mixer"]
+    config = {"mixer": MIXER_OF[target], "num_heads": spec["heads"]}
+    config.update({name: spec["options"][name] for name in _OPTIONS[target]})
+    if original.to_out[1].p:
+        config["proj_drop"] = original.to_out[1].p
+    if target == "gla":
+        config.update(expand_k=1.0, rope=original.rope)
+    else:
+        config["qkv_bias"] = original.to_out[0].bias is not None
+    return config
+
+
+def write_entries(model: nn.Module, entries: dict[str, dict] | None) -> None:
+    """Set ``layer_mixers`` in the config; it is no default any more, or ``from_config`` would leave it out."""
+    defaults = [name for name in model.config.get("_use_default_values", []) if name != "layer_mixers"]
+    model.register_to_config(layer_mixers=entries or None, _use_default_values=defaults)
+
+
+class DenoiserAdapter(Adapter):
+    """Exchanges mixers for mixers."""
+
+    parts = {"q": ("to_q",), "k": ("to_k",), "v": ("to_v",), "o": ("to_out",)}  # noqa: RUF012
+
+    def heads(self, attention: nn.Module) -> int:
+        return attention.num_heads
+
+    def verify(self, path: str, attention: nn.Module) -> None:
+        if not isinstance(attention, SoftmaxAttention):
+            raise ValueError(
+                f"{path} is {type(attention).__name__}, which is linear already; only softmax mixers can be linearised"
+            )
+
+    @torch.no_grad()
+    def replace(
+        self, model: nn.Module, path: str, original: nn.Module, spec: dict[str, Any], record: GridRecord
+    ) -> nn.Module:
+        self.refuse(path, original, spec)
+        if original.fused_projections:
+            original.fuse_projections(False)
+        config = mixer_config(spec, original)
+        like = original.to_q.weight
+        name, heads = config.pop("mixer"), config.pop("num_heads")
+        mixer = create_mixer(name, original.dim, heads, device=like.device, dtype=like.dtype, **config)
+        for part in ("to_q", "to_k", "to_v", "to_out"):
+            source = dict(getattr(original, part).named_parameters())
+            for key, parameter in getattr(mixer, part).named_parameters():
+                parameter.copy_(source[key])
+        if name == "linear" and mixer.conv is not None:
+            nn.init.zeros_(mixer.conv.weight)
+            nn.init.zeros_(mixer.conv.bias)
+        if name == "linfusion":
+            mixer.q_modulator.init_identity()
+            mixer.k_modulator.init_identity()
+        if name == "gla":
+            mixer.conv.init_identity()
+            nn.init.constant_(mixer.decay_proj[1].bias, decay_logit(spec["options"]["initial_decay"]))
+        return mixer
+
+    def finish(self, model: nn.Module, linearization: dict[str, Any], originals: dict[str, nn.Module]) -> None:
+        """Enter the new mixers in the config, and let blocks walk in the order that the config gives such mixers."""
+        entries = dict(model.config.layer_mixers or {})
+        for path, spec in linearization["layers"].items():
+            block = model.transformer_blocks[int(path.split(".")[1])]
+            entries[path.split(".")[1]] = mixer_config(spec, originals[path])
+            orders = model.config.scan_orders
+            block.order = orders[int(path.split(".")[1]) % len(orders)] if block.mixer.needs_scan else "raster"
+        write_entries(model, entries)
+
+    @staticmethod
+    def refuse(path: str, original: nn.Module, spec: dict[str, Any]) -> None:
+        """What a mixer of ours can not take over from the softmax."""
+        if not isinstance(original.q_norm, nn.Identity):
+            raise ValueError(f"{path}: its queries and keys are normalised (qk_norm), which no linear mixer does")
+        if original.rope and spec["mixer"] != "gla":
+            raise ValueError(f"{path}: its queries and keys are rotated (rope), which of the targets only 'gla' does")
+        if spec["mixer"] != "lit" and spec["options"].get("kernel_size"):
+            raise ValueError(f"kernel_size: the mixer {spec['mixer']!r} has no convolution of values; leave it at 0")
+
+
+register_adapter(DenoiserAdapter("LinearDiTTransformer2DModel", r"transformer_blocks\.\d+\.mixer"))

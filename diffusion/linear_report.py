@@ -1,0 +1,252 @@
+"""What ``linearize`` did: every tensor of attention, and what attention costs before and after."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .adapters import Adapter
+from .linear_attention_modules import LinearizedLayer
+
+# Tokens of text beside the image in a joint sequence, as the models' pipelines give them by default.
+_TEXT = {
+    "SD3Transformer2DModel": 333,
+    "FluxTransformer2DModel": 512,
+    "AuraFlowTransformer2DModel": 264,
+    "QwenImageTransformer2DModel": 256,
+}
+_PACKED = ("FluxTransformer2DModel", "QwenImageTransformer2DModel")  # 2×2 patches are made by the pipeline
+_UNSIZED = 128  # latents of a megapixel, for models whose config has no size
+
+
+@dataclass
+class LinearizeReport:
+    """Printed, it is a summary; ``to_dict`` and ``save`` give all of it.
+
+    Attributes:
+        model: the class, before and after.
+        mixer, inherit, options: what was asked for.
+        layers: per linearised layer: path, heads before and after.
+        tensors: per tensor of attention: ``name``, ``shape``, ``status`` (``"inherited"``, ``"new"``, ``"softmax"``: in
+            a layer left as it was, or ``"dropped"``), and ``source`` or ``init``.
+        costs: per size: tokens, FLOPs and memory of attention before and after, see ``attention_costs``.
+        calibration: per layer: error before and after the fit, and what was fitted.
+        sensitivity: layers and the error of linearising each alone, least first, if it was measured.
+    """
+
+    model: tuple[str, str]
+    mixer: str
+    inherit: str
+    options: dict[str, Any]
+    layers: list[dict[str, Any]]
+    tensors: list[dict[str, Any]]
+    costs: list[dict[str, Any]]
+    calibration: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sensitivity: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, as JSON can hold it."""
+        return {**vars(self), "model": list(self.model)}
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON; with measured sensitivities and matplotlib, a plot of them beside it (``.png``)."""
+        path = Path(path)
+        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        if self.sensitivity:
+            _plot(self.sensitivity, path.with_suffix(".png"))
+
+    def __str__(self) -> str:
+        counts = {
+            status: sum(math.prod(t["shape"]) for t in self.tensors if t["status"] == status)
+            for status in ("inherited", "new", "dropped", "softmax")
+        }
+        left = {t["layer"] for t in self.tensors if t["status"] == "softmax"}
+        heads = sorted({(row["heads_before"], row["heads"]) for row in self.layers})
+        lines = [
+            f"{self.model[0]} → {self.model[1]}: {len(self.layers)} attention layers to {self.mixer!r}, "
+            f"{len(left)} left softmax",
+            f"heads {', '.join(f'{a} → {b}' for a, b in heads)}; inherited: {self.inherit}; "
+            + ", ".join(f"{key}={value}" for key, value in self.options.items()),
+            f"parameters of attention: {counts['inherited']:,} inherited, {counts['new']:,} new, "
+            f"{counts['softmax']:,} in layers left softmax, {counts['dropped']:,} dropped",
+        ]
+        names = {t["name"].removeprefix(t["layer"] + "."): t for t in self.tensors if t["status"] in ("new", "dropped")}
+        lines += [f"  {t['status']} in every layer that has it: {name} ({t['init']})" for name, t in names.items()]
+        for cost in self.costs:
+            lines.append(
+                f"attention at {'×'.join(map(str, cost['size']))} ({cost['tokens']:,} tokens): "
+                f"{cost['flops_before'] / 1e9:,.1f} → {cost['flops_after'] / 1e9:,.1f} GFLOPs, largest map or state "
+                f"{cost['bytes_before'] / 2**20:,.1f} → {cost['bytes_after'] / 2**20:,.1f} MiB"
+            )
+        for path, fit in self.calibration.items():
+            what = ", ".join(fit["fitted"]) or "nothing to fit in closed form"
+            lines.append(f"  {path}: relative error {fit['error_before']:.3g} → {fit['error_after']:.3g} ({what})")
+        lines.append("A model whose softmax was taken away needs training before it is of use: see docs/linearize.md.")
+        return "\n".join(lines)
+
+
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(8, 1 + 0.2 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    axes.barh([row["path"] for row in rows], [row["error"] for row in rows])
+    axes.set_xlabel("relative squared error of the model's output, one layer linearised")
+    figure.savefig(path)
+
+
+def tensor_rows(
+    path: str, original: nn.Module, layer: nn.Module, parts: dict[str, tuple[str, ...]], fresh: list[str], fitted: list
+) -> list[dict[str, Any]]:
+    """Rows of a linearised layer: inherited from where, new and how it was initialised, dropped."""
+    old = dict(original.named_parameters())
+    owned = {name for names in parts.values() for name in names}
+    rows, used = [], set()
+    for name, parameter in layer.named_parameters():
+        row = {"layer": path, "name": f"{path}.{name}", "shape": list(parameter.shape)}
+        if name.split(".")[0] in owned and name not in fresh:
+            sources = _sources(name, old)
+            used.update(sources)
+            row |= {"status": "inherited", "source": ", ".join(f"{path}.{s}" for s in sources)}
+            if name in fitted:
+                row["init"] = "least squares"
+        else:
+            used.update(_sources(name, old))
+            row |= {"status": "new", "init": "fitted to the softmax layer" if name in fitted else _init(name)}
+        rows.append(row)
+    for name, parameter in old.items():
+        if name not in used:
+            rows.append(
+                {
+                    "layer": path,
+                    "name": f"{path}.{name}",
+                    "shape": list(parameter.shape),
+                    "status": "dropped",
+                    "init": "the linear layer has no such tensor",
+                }
+            )
+    return rows
+
+
+def _sources(name: str, old: dict[str, Any]) -> list[str]:
+    """The tensor of the softmax layer that a tensor came from."""
+    if name in old:
+        return [name]
+    part, _, key = name.partition(".")
+    if part in ("q_proj", "k_proj", "v_proj"):  # timm's fused projection, with EVA's biases beside it
+        found = ["qkv.weight"] if key == "weight" else ["qkv.bias", f"{part[0]}_bias"]
+        return [n for n in found if n in old]
+    if part in ("to_q", "to_k", "to_v"):
+        return [n for n in (f"to_qkv.{key}",) if n in old]
+    return []
+
+
+def _init(name: str) -> str:
+    if "conv" in name:
+        return "the identity" if name == "conv.weight_identity" else "zero, or the identity before the projections"
+    if "features" in name:
+        return "identity"
+    if "modulator" in name:
+        return "x + f(x) with f = 0"
+    if "decay_proj.1.bias" in name:
+        return "decays of initial_decay"
+    if name.endswith("scale") or "norm" in name:
+        return "one"
+    return "zero" if name.endswith("bias") else "Xavier"
+
+
+def softmax_rows(path: str, layer: nn.Module) -> list[dict[str, Any]]:
+    """Rows of a layer that was left as it was."""
+    return [
+        {"layer": path, "name": f"{path}.{name}", "shape": list(p.shape), "status": "softmax"}
+        for name, p in layer.named_parameters()
+    ]
+
+
+def default_sizes(model: nn.Module) -> list[tuple[int, ...]]:
+    """The size a model was made for, twice and four times that: in latents for denoisers, pixels for classifiers."""
+    if hasattr(model, "patch_embed") and hasattr(model.patch_embed, "img_size"):
+        size = tuple(model.patch_embed.img_size)
+    elif not hasattr(model, "config") or not hasattr(model.config, "patch_size"):
+        if type(model).__name__ != "UNet2DConditionModel":
+            return []
+        size = (model.config.sample_size or 64,) * 2
+    else:
+        side = model.config.get("sample_size") or _UNSIZED
+        size = (side, side) if isinstance(side, int) else tuple(side)
+    return [tuple(factor * n for n in size) for factor in (1, 2, 4)]
+
+
+def image_tokens(adapter: Adapter, model: nn.Module, path: str, size: tuple[int, ...]) -> int:
+    """Tokens of the image in a layer for an input of that size."""
+    if adapter.host(path) == "patch_embed":
+        return math.prod(model.patch_embed.dynamic_feat_size(size))
+    if adapter.model == "UNet2DConditionModel":
+        levels = len(model.config.down_block_types)
+        kind, _, rest = path.partition(".")
+        index = int(rest.split(".")[0]) if kind != "mid_block" else levels - 1
+        level = levels - 1 - index if kind == "up_blocks" else index
+        return math.prod(math.ceil(n / 2**level) for n in size)
+    patch = 2 if adapter.model in _PACKED else model.config.patch_size
+    patches = (patch,) * len(size) if isinstance(patch, int) else patch[-len(size) :]
+    return math.prod(n // p for n, p in zip(size, patches))
+
+
+def attention_costs(
+    adapter: Adapter, model: nn.Module, specs: dict[str, dict], originals: dict[str, nn.Module], size: tuple[int, ...]
+) -> dict[str, Any]:
+    """Costs of one image's attention without its projections, which stay: FLOPs (a multiply and an add are two) of all
+    layers, and the largest map ``(heads, N, N)`` in bf16, which a plain softmax holds in memory, against the largest
+    state ``(heads, D, D')`` in float32. Layers that stay softmax count on both sides."""
+    totals = {"flops_before": 0, "flops_after": 0, "bytes_before": 0, "bytes_after": 0}
+    most = 0
+    for path, original in originals.items():
+        image = image_tokens(adapter, model, path, size)
+        others = _TEXT.get(adapter.model, getattr(model, "num_prefix_tokens", 0))
+        second = adapter.model == "SD3Transformer2DModel" and path.endswith("attn2")
+        N = image + (0 if second else others)
+        heads = adapter.heads(original)
+        C = width_of(original)
+        most = max(most, N)
+        before = (4 * N * N * C, 2 * heads * N * N)
+        after = _linear_costs(specs[path], N, image, C) if path in specs else before
+        for key, a, b in (("flops", before[0], after[0]),):
+            totals[f"{key}_before"] += a
+            totals[f"{key}_after"] += b
+        totals["bytes_before"] = max(totals["bytes_before"], before[1])
+        totals["bytes_after"] = max(totals["bytes_after"], after[1])
+    return {"size": list(size), "tokens": most, **totals}
+
+
+def width_of(attention: nn.Module) -> int:
+    """Channels of all heads of an attention."""
+    for name in ("to_q", "q_proj"):
+        if getattr(attention, name, None) is not None:
+            return getattr(attention, name).out_features
+    if getattr(attention, "qkv", None) is not None:
+        return attention.qkv.out_features // 3
+    return attention.dim
+
+
+def _linear_costs(spec: dict[str, Any], N: int, image: int, C: int) -> tuple[int, int]:
+    """FLOPs and bytes of the state of a target."""
+    target, heads, options = spec["mixer"], spec["heads"], spec["options"]
+    width = C // heads
+    flops = 2 * image * C * options.get("kernel_size", 0) ** 2
+    if target == "gla":
+        return flops + 2 * N * 5 * C * width, 2 * 4 * C * width
+    features = 2 if target == "hedgehog" else 1
+    flops += N * (4 * C * width * features + 3 * C * features + C)
+    if target == "hedgehog":
+        flops += 4 * N * C * width
+    return flops, 4 * C * width * features
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether it was put there by ``linearize``."""
+    return isinstance(layer, LinearizedLayer)
