@@ -83,7 +83,9 @@ def _open_hfds(config: DataConfig, split: str):
     finally:
         if bars:
             datasets.enable_progress_bars()
-    columns = dataset.reader.dataset.data.column_names  # the table's: the reader has cast the dataset's already
+    rows = dataset.reader.dataset.data
+    columns = [c for c in rows.column_names if rows.column(c).null_count < max(1, len(dataset))]
+    # (the reader casts the image column, by which a column that does not exist comes to be, empty)
     for option, column in (("data.image_key", keys["input_key"]), ("data.label_key", keys["target_key"])):
         if column not in columns:
             raise DataError(f"{option}={column!r} is no column of {config.root}{nearest(column, columns)}")
