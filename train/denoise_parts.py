@@ -89,7 +89,7 @@ class Parts:
         learned = wanted.get("out_channels") not in (None, channels)
         check_terms(config.loss, predicts, learned)
         self.scheduler = create_scheduler(config.noise, predicts, learned)
-        self.process = Process(self.scheduler, predicts, config.noise)
+        self.process = Process(self.scheduler, predicts, config.noise, device)
         self.vae = self._vae(channels)
         factor = vae_factor(self.vae)
         self.shapes = bucket_shapes(config.data, factor * wanted["patch_size"])

@@ -57,12 +57,13 @@ class Process:
         scheduler: any of diffusers' with ``alphas_cumprod``, or ``FlowMatchEulerDiscreteScheduler``.
         prediction_type: what the model predicts: ``epsilon``, ``sample``, ``v_prediction`` or ``flow_prediction``.
         config: how training times are drawn.
+        device: of the images.
 
     Raises:
         ConfigError: the scheduler has neither table, or the model could not tell its input from the noise there.
     """
 
-    def __init__(self, scheduler, prediction_type: str, config: NoiseConfig):
+    def __init__(self, scheduler, prediction_type: str, config: NoiseConfig, device: torch.device | str = "cpu"):
         self.scheduler, self.prediction_type, self.config = scheduler, prediction_type, config
         name = type(scheduler).__name__
         if prediction_type == "flow_prediction":
@@ -70,17 +71,16 @@ class Process:
                 raise ConfigError(
                     f"noise.scheduler={name}: flow matching is trained with FlowMatchEulerDiscreteScheduler"
                 )
-            self.sigma = scheduler.sigmas.double().clone()
-            self.alpha = 1 - self.sigma
-            self.timesteps = scheduler.timesteps.float().clone()
+            sigma = scheduler.sigmas.double()
+            alpha, times = 1 - sigma, scheduler.timesteps
         else:
             if not hasattr(scheduler, "alphas_cumprod"):
                 raise ConfigError(
                     f"noise.scheduler={name} has no alphas_cumprod; train with DDPMScheduler or DDIMScheduler"
                 )
             signal = scheduler.alphas_cumprod.double()
-            self.alpha, self.sigma = signal.sqrt(), (1 - signal).sqrt()
-            self.timesteps = torch.arange(len(signal), dtype=torch.float32)
+            alpha, sigma = signal.sqrt(), (1 - signal).sqrt()
+            times = torch.arange(len(signal))
             if config.times != "uniform":
                 raise ConfigError(f"noise.times={config.times} is for flow matching; {name} needs uniform")
             if prediction_type == "epsilon" and float(signal[-1]) < 1e-8:
@@ -89,6 +89,8 @@ class Process:
                     "epsilon learns nothing of the image: set model.kwargs.prediction_type=v_prediction "
                     "(arXiv:2305.08891, section 3.2)"
                 )
+        # float64, in which the losses work out their weights; kept where the images are, so that no step copies it there
+        self.alpha, self.sigma, self.timesteps = (t.to(device, copy=True) for t in (alpha, sigma, times))
 
     def __len__(self) -> int:
         return len(self.sigma)
@@ -97,7 +99,7 @@ class Process:
         """Uniform numbers in (0, 1) ``(B,)`` → places in the table ``(B,)``, distributed as training times are."""
         T = len(self)
         if self.config.times == "logit_normal":
-            normal = torch.special.ndtri(u.double().clamp(1e-7, 1 - 1e-7))
+            normal = torch.special.ndtri(u.float().clamp(1e-6, 1 - 1e-6))
             u = torch.sigmoid(self.config.logit_mean + self.config.logit_std * normal)
         k = (u * T).long().clamp(0, T - 1)
         return T - 1 - k if self.prediction_type == "flow_prediction" else k  # that scheduler begins with noise
