@@ -83,14 +83,14 @@ def _open_hfds(config: DataConfig, split: str):
     finally:
         if bars:
             datasets.enable_progress_bars()
+    if len(dataset) == 0:
+        raise DataError(f"split {split!r} of {config.root} has no rows")
     rows = dataset.reader.dataset.data
-    columns = [c for c in rows.column_names if rows.column(c).null_count < max(1, len(dataset))]
+    columns = [c for c in rows.column_names if rows.column(c).null_count < len(dataset)]
     # (the reader casts the image column, by which a column that does not exist comes to be, empty)
     for option, column in (("data.image_key", keys["input_key"]), ("data.label_key", keys["target_key"])):
         if column not in columns:
             raise DataError(f"{option}={column!r} is no column of {config.root}{nearest(column, columns)}")
-    if len(dataset) == 0:
-        raise DataError(f"split {split!r} of {config.root} has no rows")
     return dataset
 
 
