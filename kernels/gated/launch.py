@@ -30,7 +30,6 @@ class Plan:
     warps: int
     stages: int
     bfloat16: bool
-    precision: str
     tiles: int
     chunks: int
     segments: int
@@ -43,7 +42,7 @@ class Plan:
             "BK": self.BK,
             "BV": self.BV,
             "DT": tl.bfloat16 if self.bfloat16 else tl.float32,
-            "PREC": self.precision,
+            "PREC": "tf32x3",  # of float32 operands
             "STAGES": self.stages,
             "num_warps": self.warps,
         }
@@ -53,13 +52,10 @@ class Plan:
         return torch.bfloat16 if self.bfloat16 else torch.float32
 
 
-def _precision(q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, str]:
-    """Operands of matrix products: bfloat16; for float16, whose range the decays leave, the equally precise tf32; and
-    three tf32 products in place of a float32 one."""
-    dtypes = {q.dtype, k.dtype, v.dtype}
-    if dtypes == {torch.bfloat16}:
-        return True, "tf32"
-    return False, "tf32" if dtypes == {torch.float16} else "tf32x3"
+def _bfloat16_operands(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether operands of matrix products are bfloat16. All others are float32, multiplied as three tf32 products:
+    the decays leave float16's range, and a single tf32 product truncates and was less precise than float16."""
+    return {q.dtype, k.dtype, v.dtype} == {torch.bfloat16}
 
 
 def _tiles(bfloat16: bool, BK: int, DV: int) -> tuple[int, int, int, int]:
@@ -77,7 +73,7 @@ def _tiles(bfloat16: bool, BK: int, DV: int) -> tuple[int, int, int, int]:
 def make_plan(q: Tensor, k: Tensor, v: Tensor) -> Plan:
     B, N, H, DK = q.shape
     DV = v.shape[-1]
-    bfloat16, precision = _precision(q, k, v)
+    bfloat16 = _bfloat16_operands(q, k, v)
     BK = max(16, triton.next_power_of_2(DK))
     L, BV, warps, stages = _tiles(bfloat16, BK, DV)
     L = min(L, max(16, triton.next_power_of_2(N)))
@@ -88,7 +84,7 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor) -> Plan:
         segments = max(1, min(triton.cdiv(WANTED_PROGRAMS, programs), chunks // MIN_SEGMENT_CHUNKS))
     segment_chunks = triton.cdiv(chunks, segments)
     segments = triton.cdiv(chunks, segment_chunks)
-    return Plan(L, BK, BV, warps, stages, bfloat16, precision, tiles, chunks, segments, segment_chunks)
+    return Plan(L, BK, BV, warps, stages, bfloat16, tiles, chunks, segments, segment_chunks)
 
 
 def _arguments(x: Tensor) -> tuple[Tensor, int, int, int]:
