@@ -58,6 +58,11 @@ def test_one_image_of_a_prompt(by_text, tmp_path, command):
     assert code == 0, err
     assert said.splitlines() == [str(out)]
     assert Image.open(out).size == (8, 8)
+    larger = ["--enlarge", 4, "--out", tmp_path / "large.png"]
+    code, _, err = command("sample", "--pipeline", by_text, "--prompt", "a red 7", "--steps", 2, *larger)
+    assert code == 0, err
+    small = Image.open(out).resize((32, 32), Image.Resampling.BICUBIC)
+    assert np.array_equal(pixels(tmp_path / "large.png"), np.array(small))
 
 
 def test_many_images_are_numbered_and_do_not_depend_on_the_batch(by_text, tmp_path, command):

@@ -81,6 +81,7 @@ def _evaluate_denoise(args) -> None:
     argument("--out", required=True, metavar="PNG", help="one image; many get numbers"),
     argument("--num", type=int, default=1, help="images of each prompt or label"),
     argument("--grid", action="store_true", help="one picture of all images"),
+    argument("--enlarge", type=int, default=1, metavar="TIMES", help="write them larger, for looking at small images"),
     argument("--height", type=int, help="pixels"),
     argument("--width", type=int, help="pixels"),
     argument("--batch-size", type=int, default=16),

@@ -61,10 +61,11 @@ def paint_and_judge(folder: Path) -> str:
             f"the classifier takes {judged['right']:.0f} % of the painted digits for the one asked for, and "
             f"{WANTED:.0f} % were promised; look at {judged['picture']}"
         )
+    pipeline = folder / "painter" / "final"
     return (
         f"{judged['right']:.0f} of 100 painted digits are the one asked for, says the classifier; picture: "
-        f"{judged['picture']}; now try: scanvas sample --pipeline {folder / 'painter' / 'final'} --prompt "
-        '"a handwritten seven" --out seven.png'
+        f"{judged['picture']}; now try: scanvas sample --pipeline {pipeline} "
+        "--prompt 'a handwritten seven' --enlarge 32 --out seven.png"
     )
 
 

@@ -89,7 +89,7 @@ class Process:
                     "epsilon learns nothing of the image: set model.kwargs.prediction_type=v_prediction "
                     "(arXiv:2305.08891, section 3.2)"
                 )
-        # float64, in which the losses work out their weights; kept where the images are, so that no step copies it there
+        # float64, in which the losses work out their weights; where the images are, so that no step copies it there
         self.alpha, self.sigma, self.timesteps = (t.to(device, copy=True) for t in (alpha, sigma, times))
 
     def __len__(self) -> int:

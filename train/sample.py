@@ -102,6 +102,7 @@ def sample(
     height: int | None = None,
     width: int | None = None,
     grid: bool = False,
+    enlarge: int = 1,
     scheduler: str | None = None,
     batch_size: int = 16,
     device: str | None = None,
@@ -110,11 +111,11 @@ def sample(
     """Paint ``num`` images of each prompt or label and write them; returns the files.
 
     One image goes to ``out``; many go to numbered files beside it, or with ``grid`` into one picture, a row (or, with
-    one prompt, a square) for each. Raises UserError, CheckpointError.
+    one prompt, a square) for each. ``enlarge``: times the size, smoothly, for looking at small images. Raises UserError.
     """
     if (prompts is None) == (labels is None):
         raise UserError("give either --prompt or --label, as many as you like")
-    for name, value in (("--num", num), ("--batch-size", batch_size)):
+    for name, value in (("--num", num), ("--batch-size", batch_size), ("--enlarge", enlarge)):
         if value < 1:
             raise UserError(f"{name} must be at least 1, and is {value}")
     place = Path(out)
@@ -135,6 +136,8 @@ def sample(
     wanted = prompts or [int(label) if label.isdigit() else label for label in labels]
     wanted = [one for one in wanted for _ in range(num)]
     images = [image for part in paint(loaded, wanted, seed=seed, batch_size=batch_size, **options) for image in part]
+    if enlarge > 1:
+        images = [image.resize((enlarge * image.width, enlarge * image.height), Image.BICUBIC) for image in images]
     place.parent.mkdir(parents=True, exist_ok=True)
     if len(images) == 1:
         images[0].save(place)
