@@ -111,7 +111,9 @@ def sample(
     """Paint ``num`` images of each prompt or label and write them; returns the files.
 
     One image goes to ``out``; many go to numbered files beside it, or with ``grid`` into one picture, a row (or, with
-    one prompt, a square) for each. ``enlarge``: times the size, smoothly, for looking at small images. Raises UserError.
+    one prompt, a square) for each. ``enlarge``: times the size, smoothly, for looking at small images.
+
+    Raises UserError for what cannot be painted or written, CheckpointError for the pipeline.
     """
     if (prompts is None) == (labels is None):
         raise UserError("give either --prompt or --label, as many as you like")
