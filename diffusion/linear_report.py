@@ -228,7 +228,7 @@ def width_of(attention: nn.Module) -> int:
     for name in ("to_q", "q_proj"):
         if getattr(attention, name, None) is not None:
             return getattr(attention, name).out_features
-    if getattr(attention, "qkv", None) is not None:
+    if isinstance(getattr(attention, "qkv", None), nn.Module):
         return attention.qkv.out_features // 3
     return attention.dim
 

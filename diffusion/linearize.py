@@ -164,7 +164,9 @@ def _finish(adapter: Adapter, student: nn.Module, linearization: dict, replaceme
     """Put the layers in, and let class and config say so."""
     from .linear_classes import linearized_class
 
-    checkpointing = getattr(student, "is_gradient_checkpointing", False)
+    checkpointing = [
+        m._gradient_checkpointing_func for m in student.modules() if getattr(m, "gradient_checkpointing", 0)
+    ]
     install(student, replacements)
     if hasattr(adapter, "finish"):
         adapter.finish(student, linearization, originals)
@@ -173,7 +175,7 @@ def _finish(adapter: Adapter, student: nn.Module, linearization: dict, replaceme
     if hasattr(student, "register_to_config"):
         student.register_to_config(linearization=linearization)
         if checkpointing:
-            student._set_gradient_checkpointing(True, student._gradient_checkpointing_func)
+            student._set_gradient_checkpointing(True, checkpointing[0])
     else:
         student.linearization = linearization
 

@@ -26,7 +26,12 @@ def _randn(*shape, seed=0):
 
 def dit():
     model = DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=8, num_layers=2, sample_size=8, num_embeds_ada_norm=10
+        num_attention_heads=4,
+        attention_head_dim=8,
+        num_layers=2,
+        sample_size=8,
+        num_embeds_ada_norm=10,
+        out_channels=4,
     )
     # DiT fixes the size of its positions; only squares run
     return model, {

@@ -1,0 +1,141 @@
+"""Closed-form calibration, choice of layers by sensitivity, and the command line."""
+
+import json
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from linear_parts import build, run
+from test_linearize import same, snapshot
+from test_linearize_holds import paint, pipeline
+
+import scanvas
+from scanvas.diffusion import calibrate
+from scanvas.diffusion.linear_cores import TARGETS
+
+
+def batches_of(inputs):
+    return [inputs["x"]] if set(inputs) == {"x"} else [inputs]
+
+
+@pytest.mark.parametrize("inherit", ["qkvo", "vo", "none"])
+@pytest.mark.parametrize("mixer", TARGETS)
+@pytest.mark.parametrize("name", ["pixart", "sd35", "flux", "vit_reg_qk_norm", "denoiser", "wan"])
+def test_errors_go_down(name, mixer, inherit):
+    model, inputs = build(name)
+    before, expected = snapshot(model), run(model, inputs)
+    student, report = scanvas.linearize(model, mixer, inherit=inherit, calibration=batches_of(inputs))
+    assert same(model, before)
+    assert torch.equal(run(model, inputs), expected)
+    assert list(report.calibration) == [row["path"] for row in report.layers]
+    told = {row["name"]: row for row in report.tensors}
+    for path, fit in report.calibration.items():
+        assert fit["error_after"] <= fit["error_before"] * 1.001 + 1e-9, (path, fit)
+        if fit["fitted"] and "core.scale" not in fit["fitted"]:
+            assert fit["error_after"] < fit["error_before"]
+        for key in fit["fitted"]:
+            assert "fitted" in told[f"{path}.{key}"]["init"]
+    if inherit == "none" and name != "flux":  # all output projections are new, and fitted
+        assert all(any("out" in key or "proj" in key for key in fit["fitted"]) for fit in report.calibration.values())
+    # What is reported is what the layer does.
+    again = calibrate.relative_errors(
+        model, {r["path"]: student.get_submodule(r["path"]) for r in report.layers}, batches_of(inputs)
+    )
+    for path, error in again.items():
+        assert error == pytest.approx(report.calibration[path]["error_after"], rel=1e-4, abs=1e-9)
+
+
+def test_the_convolution_is_the_least_squares_solution():
+    """Any other kernel gives a larger error before the output projection, which is orthogonal here."""
+    model, inputs = build("pixart")
+    for block in model.transformer_blocks:
+        torch.nn.init.orthogonal_(block.attn1.to_out[0].weight)
+    student, report = scanvas.linearize(model, "lit", [0], calibration=[inputs])
+    path = report.layers[0]["path"]
+    layer = student.get_submodule(path)
+    best = calibrate.relative_errors(model, {path: layer}, [inputs])[path]
+    assert best == pytest.approx(report.calibration[path]["error_after"])
+    torch.manual_seed(0)
+    for parameter in (layer.core.conv.weight, layer.core.conv.bias):
+        kept = parameter.detach().clone()
+        for step in (1e-2, -1e-2):
+            with torch.no_grad():
+                parameter.copy_(kept + step * torch.randn_like(kept))
+            assert calibrate.relative_errors(model, {path: layer}, [inputs])[path] > best
+        with torch.no_grad():
+            parameter.copy_(kept)
+
+
+def test_what_convolution_alone_can_do_is_recovered():
+    """If the softmax layer were the linear one with some kernel, calibration would find that kernel."""
+    model, inputs = build("wan")
+    teacher, report = scanvas.linearize(model, "lit")
+    path = report.layers[0]["path"]
+    conv = teacher.get_submodule(path).core.conv
+    with torch.no_grad():
+        torch.nn.init.normal_(conv.weight), torch.nn.init.normal_(conv.bias)
+    student, _ = scanvas.linearize(model, "lit")
+    other = student.get_submodule(path)
+    other.record = teacher.get_submodule(path).record
+    calibrate.calibrate(teacher, {path: other}, [inputs], "qkvo")
+    torch.testing.assert_close(other.core.conv.weight, conv.weight, atol=2e-2, rtol=2e-2)
+
+
+def test_least_sensitive_layers(tmp_path):
+    model, inputs = build("pixart")
+    with torch.no_grad():
+        model.transformer_blocks[1].attn1.to_out[0].weight.zero_()  # nothing depends on this layer …
+        model.transformer_blocks[0].attn1.to_q.weight.mul_(30)  # … and much on this one
+    expected, before = run(model, inputs), snapshot(model)
+    for layers, count in ((1, 1), (0.34, 1), (2, 2), (1.0, 3)):
+        student, report = scanvas.linearize(model, "lit", layers, calibration=[inputs, inputs])
+        assert len(report.layers) == count
+        assert len(report.sensitivity) == 3
+        assert len({row["layer"] for row in report.tensors if row["status"] == "softmax"}) == 3 - count
+    ranking = report.sensitivity
+    assert ranking[0] == {"path": "transformer_blocks.1.attn1", "error": pytest.approx(0, abs=1e-3)}
+    assert ranking[-1]["path"] == "transformer_blocks.0.attn1"
+    assert same(model, before)
+    student, report = scanvas.linearize(model, "lit", ["transformer_blocks.0.attn1"], calibration=[inputs])
+    error = ((run(student, inputs) - expected).square().sum() / expected.square().sum()).item()
+    assert error == pytest.approx(ranking[-1]["error"], rel=1e-3)  # measured with that layer alone replaced
+    _, report = scanvas.linearize(model, "lit", 1, calibration=[inputs])
+    report.save(tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text())["sensitivity"] == report.sensitivity
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "report.png").stat().st_size > 0
+
+
+def test_command_line(tmp_path, command):
+    pipe = pipeline()
+    pipe.save_pretrained(tmp_path / "teacher")
+    expected, _ = scanvas.linearize(pipe, "lit", [0], heads=2, kernel_size=3)
+    code, out, err = command(
+        "linearize", tmp_path / "teacher", "--out", tmp_path / "student",
+        "--layers", "transformer_blocks.0.*", "--heads", 2, "--set", "kernel_size=3",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "1 attention layers to 'lit', 1 left softmax" in out
+    loaded = DiffusionPipeline.from_pretrained(tmp_path / "student")
+    loaded.set_progress_bar_config(disable=True)
+    assert torch.equal(paint(loaded), paint(expected))
+    report = json.loads((tmp_path / "student" / "linearize.json").read_text())
+    assert report["layers"] == [{"path": "transformer_blocks.0.attn1", "heads_before": 4, "heads": 2}]
+
+    model = tmp_path / "teacher" / "transformer"
+    code, out, _ = command("linearize", model, "--out", tmp_path / "model", "--mixer", "gla", "--layers", 1, "--json")
+    assert code == 0
+    assert json.loads(out)["model"] == ["DiTTransformer2DModel", "LinearizedDiTTransformer2DModel"]
+    assert type(scanvas.LinearizedDiTTransformer2DModel.from_pretrained(tmp_path / "model").linearization) is dict
+    for arguments, message in (
+        ((tmp_path / "nowhere", "--out", tmp_path / "x"), "holds neither model_index.json nor config.json"),
+        ((model, "--out", model), "--out must be another directory"),
+        ((model, "--out", tmp_path / "x", "--mixer", "lits"), "did you mean 'lit'"),
+        ((model, "--out", tmp_path / "x", "--set", "eps"), "--set takes key=value, got 'eps'"),
+        ((model, "--out", tmp_path / "x", "--layers", "9"), "index 9 is out of range"),
+        ((tmp_path / "student", "--out", tmp_path / "x"), "linearised already"),
+    ):
+        code, _, err = command("linearize", *arguments)
+        assert code == 1
+        assert message in err
+    assert not (tmp_path / "x").exists()
