@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/scanvas demo --out runs/demo
 
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

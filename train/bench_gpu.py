@@ -100,7 +100,7 @@ def _ours(p: Problem):
         return torch.randn(p.batch, p.tokens, p.heads, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     inputs = [tensor(p.key), tensor(p.key), tensor(p.value), tensor(p.key), tensor(p.key)]
-    return inputs, lambda: gated_linear_attention_from_logits(*inputs)
+    return inputs, lambda: gated_linear_attention_from_logits(*inputs, impl="triton")
 
 
 def _flash(p: Problem):
@@ -175,12 +175,13 @@ def op_rows(bandwidth: float) -> list[dict[str, Any]]:
     return rows
 
 
+_FUSED = {"mixer_kwargs": {"impl": "triton"}}
 # model, timm keywords, batch at each image size
 MODELS: tuple[tuple[str, dict[str, Any], dict[int, int]], ...] = (
-    ("vig_small_patch16_224", {}, {224: 256}),
+    ("vig_small_patch16_224", _FUSED, {224: 256}),
     ("deit_small_patch16_224", {}, {224: 256}),
     ("deit_base_patch16_224", {}, {224: 256}),
-    ("vig_tiny_patch16_224", {}, {224: 256, 512: 64, 768: 32, 1024: 16, 2048: 4}),
+    ("vig_tiny_patch16_224", _FUSED, {224: 256, 512: 64, 768: 32, 1024: 16, 2048: 4}),
     ("deit_tiny_patch16_224", {}, {224: 256, 512: 64, 768: 32, 1024: 16, 2048: 4}),
 )
 
@@ -236,7 +237,7 @@ def denoiser_rows(denoisers=DENOISERS) -> list[dict[str, Any]]:
     """One forward pass, one image, bfloat16: a DiG beside diffusers' DiT of the same size with flash attention."""
     from diffusers import DiTTransformer2DModel
 
-    from scanvas.diffusion.presets import create_denoiser
+    from scanvas.diffusion.presets import PRESETS, create_denoiser
 
     rows = []
     for preset, (layers, heads, width), sides in denoisers:
@@ -244,7 +245,9 @@ def denoiser_rows(denoisers=DENOISERS) -> list[dict[str, Any]]:
         for side in sides:
             size = side // 8
             models = {
-                preset: create_denoiser(preset, sample_size=size),
+                preset: create_denoiser(
+                    preset, sample_size=size, mixer_kwargs=PRESETS[preset]["mixer_kwargs"] | _FUSED["mixer_kwargs"]
+                ),
                 f"DiT {preset[4:]}": DiTTransformer2DModel(**config, in_channels=4, out_channels=8, sample_size=size),
             }
             for name, model in models.items():

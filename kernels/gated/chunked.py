@@ -21,7 +21,7 @@ from .reference import accumulation_dtype
 
 _CHUNK_SIZES = (64, 32)
 # On a CPU, heads are taken in groups whose tensors have about this many elements, so that they stay in the cache.
-_CACHED = 1 << 20
+_CACHED = 1 << 18
 
 
 def _least_padding(length: int) -> int:
