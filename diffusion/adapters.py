@@ -86,8 +86,6 @@ def plain_attention(path: str, attention: nn.Module) -> None:
         )
         if getattr(attention, name, default) != default
     ]
-    if getattr(attention, "inner_kv_dim", attention.to_k.out_features) != attention.to_q.out_features:
-        wrong.append("kv_heads")
     if wrong:
         raise ValueError(f"{path}: attention with {', '.join(wrong)} can not be linearised")
 
@@ -200,6 +198,13 @@ for _adapter in (
     Adapter("SanaTransformer2DModel", r"transformer_blocks\.\d+\.attn1"),
     Adapter("SD3Transformer2DModel", r"transformer_blocks\.\d+\.attn2?", module_options=_text_last),
     Adapter("HunyuanDiT2DModel", r"blocks\.\d+\.attn1"),
+    # Captions of several lengths in a batch put the images at several places: no convolution unless it is asked for.
+    Adapter(
+        "Lumina2Transformer2DModel",
+        r"layers\.\d+\.attn",
+        module_options=_any_prefix,
+        options={"lit": {"kernel_size": 0}},
+    ),
     Adapter(
         "AuraFlowTransformer2DModel",
         r"(joint|single)_transformer_blocks\.\d+\.attn",
@@ -219,7 +224,6 @@ for _adapter in (
         r"(down_blocks\.\d+|up_blocks\.\d+|mid_block)\.attentions\.\d+\.transformer_blocks\.\d+\.attn1",
         grid=container_grid,
         host=lambda path: path.partition(".transformer_blocks.")[0],
-        options={"linfusion": {"hidden": None}},
     ),
 ):
     register_adapter(_adapter)

@@ -64,9 +64,11 @@ def rotate_pairs(cos: Tensor, sin: Tensor) -> Callable[[Tensor], Tensor]:
 
 def read_rotary(rotary: Any) -> Callable[[Tensor], Tensor] | None:
     """The rotation that one of diffusers' models means by its rotary embedding: a real pair of cosines and sines, each
-    value twice (Flux, HunyuanDiT, Wan), or a complex pair for image and text (Qwen)."""
+    value twice (Flux, HunyuanDiT, Wan), a complex pair for image and text (Qwen), or one complex tensor (Lumina)."""
     if rotary is None:
         return None
+    if isinstance(rotary, Tensor):
+        return rotate_pairs(rotary.real, rotary.imag)
     first, second = rotary
     if first.is_complex():
         angles = torch.cat((second, first))  # text comes before the image
@@ -170,6 +172,7 @@ class StreamAttention(LinearizedLayer):
             setattr(self, name, getattr(original, name, None))
         streams = 1 if self.add_q_proj is None else 2
         dim, width = self.to_q.in_features, self.to_q.out_features
+        self.kv_heads = self.to_k.out_features * self.softmax_heads // width
         self.build_core(target, heads, options, dim, width, streams, self.to_q.weight)
 
     def _project(self, x: Tensor, stream: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,9 +181,11 @@ class StreamAttention(LinearizedLayer):
         else:
             layers = (self.to_q, self.to_k, self.to_v, self.norm_q, self.norm_k)
         to_q, to_k, to_v, norm_q, norm_k = layers
-        v = self._split(to_v(x), self.softmax_heads, None)
+        v = self._split(to_v(x), self.kv_heads, None)
         q = self._split(to_q(self.core.query_input(x, stream)), self.softmax_heads, norm_q)
-        k = self._split(to_k(self.core.key_input(x, stream)), self.softmax_heads, norm_k)
+        k = self._split(to_k(self.core.key_input(x, stream)), self.kv_heads, norm_k)
+        if self.kv_heads != self.softmax_heads:
+            k, v = (t.repeat_interleave(self.softmax_heads // self.kv_heads, dim=2) for t in (k, v))
         return q.to(v.dtype), k.to(v.dtype), v
 
     def forward(
@@ -200,7 +205,7 @@ class StreamAttention(LinearizedLayer):
         for name, value in kwargs.items():
             if value is not None and name not in _IGNORED:
                 raise ValueError(f"{name} is not supported by linearised attention ({type(self).__name__})")
-        text = encoder_hidden_states
+        text = None if encoder_hidden_states is hidden_states else encoder_hidden_states
         if text is not None and self.add_q_proj is None:
             raise ValueError("encoder_hidden_states were given to a linearised self-attention of one stream")
         streams = [(hidden_states, 0)] if text is None else [(hidden_states, 0), (text, 1)]
@@ -211,6 +216,11 @@ class StreamAttention(LinearizedLayer):
         x = torch.cat([x for x, _ in streams], dim=1) if text is not None else hidden_states
 
         B, N = q.shape[:2]
+        if attention_mask is not None and self.prefix is None and self.core.conv is not None:
+            raise ValueError(
+                "attention_mask: with captions of several lengths the convolution can not know where each "
+                "image lies; linearize with kernel_size=0, or call the model with one length at a time"
+            )
         weight = key_weight(attention_mask, B, N)
         if encoder_hidden_states_mask is not None:
             seen = encoder_hidden_states_mask.float()

@@ -12,6 +12,7 @@ from diffusers import (
     DiTTransformer2DModel,
     FluxTransformer2DModel,
     HunyuanDiT2DModel,
+    Lumina2Transformer2DModel,
     PixArtTransformer2DModel,
     QwenImageTransformer2DModel,
     SanaTransformer2DModel,
@@ -104,6 +105,10 @@ class LinearizedHunyuanDiT2DModel(LinearizedModelMixin, HunyuanDiT2DModel):
 
 class LinearizedAuraFlowTransformer2DModel(LinearizedModelMixin, AuraFlowTransformer2DModel):
     """AuraFlow with linear joint attention."""
+
+
+class LinearizedLumina2Transformer2DModel(LinearizedModelMixin, Lumina2Transformer2DModel):
+    """Lumina-Image 2 with linear attention after its refiners."""
 
 
 class LinearizedQwenImageTransformer2DModel(LinearizedModelMixin, QwenImageTransformer2DModel):

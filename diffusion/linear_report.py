@@ -17,6 +17,7 @@ _TEXT = {
     "FluxTransformer2DModel": 512,
     "AuraFlowTransformer2DModel": 264,
     "QwenImageTransformer2DModel": 256,
+    "Lumina2Transformer2DModel": 256,
 }
 _PACKED = ("FluxTransformer2DModel", "QwenImageTransformer2DModel")  # 2×2 patches are made by the pipeline
 _UNSIZED = 128  # latents of a megapixel, for models whose config has no size

@@ -42,6 +42,7 @@ _LAZY: dict[str, str] = {
     "LinearizedFluxTransformer2DModel": "scanvas.diffusion.linear_classes",
     "LinearizedHunyuanDiT2DModel": "scanvas.diffusion.linear_classes",
     "LinearizedAuraFlowTransformer2DModel": "scanvas.diffusion.linear_classes",
+    "LinearizedLumina2Transformer2DModel": "scanvas.diffusion.linear_classes",
     "LinearizedQwenImageTransformer2DModel": "scanvas.diffusion.linear_classes",
     "LinearizedWanTransformer3DModel": "scanvas.diffusion.linear_classes",
     "LinearizedUNet2DConditionModel": "scanvas.diffusion.linear_classes",

@@ -8,6 +8,7 @@ from diffusers import (
     DiTTransformer2DModel,
     FluxTransformer2DModel,
     HunyuanDiT2DModel,
+    Lumina2Transformer2DModel,
     PixArtTransformer2DModel,
     QwenImageTransformer2DModel,
     SanaTransformer2DModel,
@@ -221,6 +222,28 @@ def wan():
     }
 
 
+def lumina2(lengths=(3, 5)):
+    model = Lumina2Transformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        hidden_size=64,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        multiple_of=16,
+        axes_dim_rope=(4, 4, 8),
+        axes_lens=(32, 32, 32),
+        cap_feat_dim=12,
+    )
+    return model, {
+        "hidden_states": _randn(2, 4, 8, 12),
+        "encoder_hidden_states": _randn(2, 5, 12),
+        "encoder_attention_mask": (torch.arange(5) < torch.tensor(lengths)[:, None]).long(),
+        "timestep": torch.tensor([0.3, 0.7]),
+    }
+
+
 def unet():
     model = UNet2DConditionModel(
         sample_size=16,
@@ -250,7 +273,8 @@ def denoiser(**kwargs):
 
 
 DIFFUSERS = {
-    f.__name__: f for f in (dit, pixart, sana, sana_qk_norm, sd3, sd35, flux, qwen, auraflow, hunyuan, wan, unet)
+    f.__name__: f
+    for f in (dit, pixart, sana, sana_qk_norm, sd3, sd35, flux, qwen, auraflow, hunyuan, lumina2, wan, unet)
 }
 GRIDS = {  # of the whole model, or of the first and the last host
     "dit": [(4, 4)], "pixart": [(4, 6)], "sana": [(6, 8)], "sana_qk_norm": [(6, 8)], "sd3": [(4, 6)], "sd35": [(4, 6)],
