@@ -94,7 +94,7 @@ def judge(folder: Path) -> dict[str, object]:
 
     asked = [digit for digit in range(10) for _ in range(_EACH)]
     images = paint([captions(digit)[i % 6] for i, digit in enumerate(asked)], 1000)
-    model = timm.create_model(f"local-dir:{folder / 'classifier' / 'best'}", pretrained=True).eval()
+    model = timm.create_model(f"local-dir:{folder / 'classifier' / 'final'}", pretrained=True).eval()
     transform = create_transform(**resolve_model_data_config(model), is_training=False)
     names = model.pretrained_cfg["label_names"]
     with torch.inference_mode():
