@@ -202,7 +202,8 @@ def _softmax_layers(adapter: Adapter, model: nn.Module) -> dict[str, nn.Module]:
     """All self-attention of a model that is softmax.
 
     Raises:
-        ValueError: the model was linearised before, has LoRA layers, or has no self-attention to be found.
+        ValueError: the model was linearised before, has LoRA layers or offloading enabled, or has no self-attention to
+            be found.
     """
     if type(model).__name__.startswith("Linearized") or any(is_linear(m) for m in model.modules()):
         raise ValueError(
@@ -211,6 +212,11 @@ def _softmax_layers(adapter: Adapter, model: nn.Module) -> dict[str, nn.Module]:
     if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(m, "lora_A") for m in model.modules()):
         raise ValueError(
             "the model has LoRA layers: fuse_lora() and unload them before linearize, load them again after"
+        )
+    # Such hooks hold on to the modules they were made for, and would go on calling those that are replaced.
+    if any(hasattr(m, "_hf_hook") or hasattr(m, "_diffusers_hook") for m in model.modules()):
+        raise ValueError(
+            "the model has hooks of offloading, layerwise casting or a cache: linearize first, enable them afterwards"
         )
     found = adapter.attentions(model)
     if hasattr(adapter, "finish"):  # our denoiser: other mixers are no mistake, there is only nothing to do

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import accelerate
 import pytest
 import torch
 from diffusers import (
@@ -219,6 +220,21 @@ def test_layerwise_casting(mixer):
     student.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
     assert student.transformer_blocks[0].attn1.to_q.weight.dtype == torch.float16
     torch.testing.assert_close(run(student, inputs), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_offloading_comes_after():
+    model, inputs = build("pixart")
+    student, _ = scanvas.linearize(model, "lit")
+    expected = run(student, inputs)
+    accelerate.cpu_offload(student, execution_device="cpu")
+    assert torch.equal(run(student, inputs), expected)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with pytest.raises(ValueError, match=r"hooks of offloading.*linearize first"):
+        scanvas.linearize(model, "lit")
+    model, _ = build("pixart")
+    model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"hooks of offloading.*linearize first"):
+        scanvas.linearize(model, "lit")
 
 
 @pytest.mark.parametrize("mixer", TARGETS)
