@@ -118,7 +118,7 @@ def tensor_rows(
                 row["init"] = "least squares"
         else:
             used.update(_sources(name, old))
-            row |= {"status": "new", "init": "fitted to the softmax layer" if name in fitted else _init(name)}
+            row |= {"status": "new", "init": "fitted to the softmax layer" if name in fitted else _init(name, layer)}
         rows.append(row)
     for name, parameter in old.items():
         if name not in used:
@@ -147,9 +147,9 @@ def _sources(name: str, old: dict[str, Any]) -> list[str]:
     return []
 
 
-def _init(name: str) -> str:
-    if "conv" in name:
-        return "the identity" if name == "conv.weight_identity" else "zero, or the identity before the projections"
+def _init(name: str, layer: nn.Module) -> str:
+    if "conv" in name:  # that of our gated mixer comes before the projections
+        return "identity" if hasattr(layer, "decay_proj") else "zero"
     if "features" in name:
         return "identity"
     if "modulator" in name:
@@ -215,10 +215,11 @@ def attention_costs(
         C = width_of(original)
         most = max(most, N)
         before = (4 * N * N * C, 2 * heads * N * N)
+        if adapter.model == "SanaTransformer2DModel":  # whose own attention is linear
+            before = _linear_costs({"mixer": "lit", "heads": heads, "options": {}}, N, image, C)
         after = _linear_costs(specs[path], N, image, C) if path in specs else before
-        for key, a, b in (("flops", before[0], after[0]),):
-            totals[f"{key}_before"] += a
-            totals[f"{key}_after"] += b
+        totals["flops_before"] += before[0]
+        totals["flops_after"] += after[0]
         totals["bytes_before"] = max(totals["bytes_before"], before[1])
         totals["bytes_after"] = max(totals["bytes_after"], after[1])
     return {"size": list(size), "tokens": most, **totals}

@@ -260,6 +260,8 @@ def test_report(tmp_path):
     (cost,) = scanvas.linearize(unet, "lit", sizes=[(16, 24)])[1].costs
     assert cost["tokens"] == 16 * 24
     assert cost["flops_before"] == 3 * 4 * (384**2) * 16 + 4 * 4 * (96**2) * 32
+    (cost,) = scanvas.linearize(build("sana")[0], "lit", heads=4, kernel_size=0, sizes=[(8, 8)])[1].costs
+    assert cost["flops_after"] == cost["flops_before"] == 2 * 64 * (4 * 32 * 8 + 3 * 32 + 32)
     vit, _ = build("vit")
     (cost,) = scanvas.linearize(vit, "lit", sizes=[(48, 64)])[1].costs
     assert cost["tokens"] == 13
