@@ -8,7 +8,8 @@ from torch import Tensor
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # One reduction instead of a square and a mean: fewer passes over memory, which is what a CPU waits for.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * torch.rsqrt(norm * norm / x.shape[-1] + eps) * weight
+    normed = x * torch.rsqrt(norm * norm / x.shape[-1] + eps)
+    return normed * weight if torch.is_grad_enabled() else normed.mul_(weight)
 
 
 def mix(
@@ -19,7 +20,9 @@ def mix(
     o = _rms_norm(o.to(dtype), o_weight.to(dtype), eps)
     normed = _rms_norm(local.reshape(B, N, H, D).to(dtype), local_weight.to(dtype), eps)
     weight = gate.reshape(B, N, H, D).to(dtype).sigmoid()
-    mixed = normed.lerp(o, weight)
+    # Without a gradient to record, temporaries are used again: here is a block's peak of memory.
+    recorded = torch.is_grad_enabled()
+    mixed = normed.lerp(o, weight) if recorded else normed.lerp_(o, weight)
     if activation == "silu":
-        mixed = F.silu(mixed)
+        mixed = F.silu(mixed, inplace=not recorded)
     return mixed.flatten(2).to(gate.dtype)
