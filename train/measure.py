@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import subprocess
 import sys
@@ -37,7 +39,7 @@ def _time(call: Callable[[], Any], device: torch.device) -> float:
 
 def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
     """Bytes needed by ``call`` at its peak beyond what is held before it: of the allocator on a GPU, of the process on
-    a CPU (for that, call it first thing in a fresh process)."""
+    a CPU (for that, call it in a fresh process). ``call`` runs once before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -45,9 +47,17 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    call()  # loads libraries and compiles convolutions, once and for all: not what the call needs
+    _return_freed_memory()
     before = _reset_process_peak()
     call()
     return _process_peak() - before
+
+
+def _return_freed_memory() -> None:
+    """Give what the allocator keeps back to the system, so that what is needed again is counted (glibc only)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _reset_process_peak() -> int:
