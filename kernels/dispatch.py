@@ -6,7 +6,7 @@ never falls back in silence.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from importlib.util import find_spec
 
@@ -23,7 +23,9 @@ def triton_runs_on(device: torch.device) -> bool:
     return TRITON_USABLE and (device.type == "cuda" or (INTERPRETED and device.type == "cpu"))
 
 
-def resolve(op: str, impl: str, device: torch.device, implementations: Mapping[str, object]) -> str:
+def resolve(
+    op: str, impl: str, device: torch.device, implementations: Mapping[str, object], dtype: torch.dtype | None = None
+) -> str:
     """Name of the implementation of ``op`` to use for tensors on ``device``.
 
     Args:
@@ -31,13 +33,15 @@ def resolve(op: str, impl: str, device: torch.device, implementations: Mapping[s
         impl: ``"auto"`` or a key of ``implementations``.
         device: where the inputs live.
         implementations: those which can run in this process.
+        dtype: of the inputs; for float64 ``"auto"`` leaves the kernels alone, which sum in float32.
 
     Raises:
         ValueError: ``impl`` is unknown.
         RuntimeError: ``impl`` is known but can not run here; the message says why.
     """
     if impl == "auto":
-        return "triton" if "triton" in implementations and device.type == "cuda" else "torch"
+        kernels = "triton" in implementations and device.type == "cuda" and dtype != torch.float64
+        return "triton" if kernels else "torch"
     if impl in implementations:
         if impl == "triton" and not triton_runs_on(device):
             raise RuntimeError(f"{op}: impl='triton' needs tensors on a CUDA device, got device '{device}'")
@@ -54,8 +58,9 @@ def resolve(op: str, impl: str, device: torch.device, implementations: Mapping[s
     raise ValueError(f"{op}: impl must be one of {allowed}, got {impl!r}")
 
 
-def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
-    """Refuse arguments that are not floating-point tensors on the device of the first one; ``None`` is let through.
+def check_tensors(op: str, *, optional: Collection[str] = (), **tensors: torch.Tensor | None) -> None:
+    """Refuse arguments that are not floating-point tensors on the device of the first one; those named in ``optional``
+    may be ``None``.
 
     Raises:
         TypeError: an argument is no tensor or has no floating dtype.
@@ -63,7 +68,7 @@ def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
     """
     (first_name, first), *_ = tensors.items()
     for name, x in tensors.items():
-        if x is None:
+        if x is None and name in optional:
             continue
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")

@@ -114,6 +114,10 @@ def test_errors_name_the_argument():
         gated_linear_attention(q, k, v, f, r, impl="fast")
     with pytest.raises(ValueError, match="k must be"):
         gated_linear_attention(q, k[:, :4], v, f, r)
+    with pytest.raises(TypeError, match="log_decay must be a tensor, got NoneType"):
+        gated_linear_attention(q, k, v, None, r)
+    with pytest.raises(TypeError, match="reverse_log_decay must have a floating dtype"):
+        gated_linear_attention(q, k, v, f, r.long())
     with pytest.raises(ValueError, match="reverse_initial_state was given without"):
         gated_linear_attention(q, k, v, f, reverse_initial_state=torch.zeros(1, 1, 4, 4))
     with pytest.raises(ValueError, match="at most 256"):

@@ -46,7 +46,7 @@ def depthwise_conv2d(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit together, or ``activation`` or ``impl`` is unknown.
     """
-    dispatch.check_tensors("depthwise_conv2d", x=x, weight=weight, bias=bias)
+    dispatch.check_tensors("depthwise_conv2d", optional=("bias",), x=x, weight=weight, bias=bias)
     H, W = grid
     if x.ndim != 3 or x.shape[1] != H * W:
         raise ValueError(f"depthwise_conv2d: x must be (B, H·W, C) with grid (H, W) = ({H}, {W}), got {tuple(x.shape)}")
@@ -59,9 +59,7 @@ def depthwise_conv2d(
         raise ValueError(f"depthwise_conv2d: bias must be (C,) = ({C},), got {tuple(bias.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"depthwise_conv2d: activation must be one of {ACTIVATIONS}, got {activation!r}")
-    if impl == "auto":
-        recorded = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        if recorded or x.dtype == torch.float64:  # the kernels sum in float32
-            impl = "torch"
-    name = dispatch.resolve("depthwise_conv2d", impl, x.device, IMPLEMENTATIONS)
+    if impl == "auto" and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        impl = "torch"
+    name = dispatch.resolve("depthwise_conv2d", impl, x.device, IMPLEMENTATIONS, x.dtype)
     return IMPLEMENTATIONS[name](x, weight, (H, W), bias, activation)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from scanvas.kernels import dispatch
@@ -61,7 +60,5 @@ def gated_mix(
             raise ValueError(f"gated_mix: {name} must be {shape} for o of shape {tuple(o.shape)}, got {tuple(x.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"gated_mix: activation must be one of {ACTIVATIONS}, got {activation!r}")
-    if impl == "auto" and gate.dtype == torch.float64:
-        impl = "torch"  # the kernels sum in float32
-    name = dispatch.resolve("gated_mix", impl, o.device, IMPLEMENTATIONS)
+    name = dispatch.resolve("gated_mix", impl, o.device, IMPLEMENTATIONS, gate.dtype)
     return IMPLEMENTATIONS[name](o, local, gate, o_weight, local_weight, eps, activation)

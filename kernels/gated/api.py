@@ -17,21 +17,17 @@ if dispatch.TRITON_USABLE:
 MAX_HEAD_DIM = 256
 
 
-def _check(name: str, x: Tensor, shape: tuple, meaning: str, like: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"gated_linear_attention: {name} must be a tensor, got {type(x).__name__}")
+def _check_shape(name: str, x: Tensor, shape: tuple, meaning: str) -> None:
     if tuple(x.shape) != shape:
         raise ValueError(f"gated_linear_attention: {name} must be {meaning} = {shape}, got {tuple(x.shape)}")
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"gated_linear_attention: {name} must have a floating dtype, got {x.dtype}")
-    if x.device != like.device:
-        raise ValueError(f"gated_linear_attention: {name} is on {x.device}, but q is on {like.device}")
 
 
 def _check_all(q, k, v, gate, reverse_gate, initial_state, reverse_initial_state, gate_name):
+    states = {"initial_state": initial_state, "reverse_initial_state": reverse_initial_state}
+    gates = {gate_name: gate, f"reverse_{gate_name}": reverse_gate}
+    optional = (f"reverse_{gate_name}", *states)
+    dispatch.check_tensors("gated_linear_attention", optional=optional, q=q, k=k, v=v, **gates, **states)
     for name, x in (("q", q), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"gated_linear_attention: {name} must be a tensor, got {type(x).__name__}")
         if x.ndim != 4:
             raise ValueError(f"gated_linear_attention: {name} must be (B, N, H, D), got shape {tuple(x.shape)}")
     B, N, H, Dk = q.shape
@@ -44,20 +40,18 @@ def _check_all(q, k, v, gate, reverse_gate, initial_state, reverse_initial_state
             raise ValueError(
                 f"gated_linear_attention: the head dimension of {name} is at most {MAX_HEAD_DIM}, got {size}"
             )
-    _check("q", q, (B, N, H, Dk), "(B, N, H, Dk)", q)
-    _check("k", k, (B, N, H, Dk), "(B, N, H, Dk)", q)
-    _check("v", v, (B, N, H, Dv), "(B, N, H, Dv)", q)
-    _check(gate_name, gate, (B, N, H, Dk), "(B, N, H, Dk)", q)
-    if reverse_gate is not None:
-        _check(f"reverse_{gate_name}", reverse_gate, (B, N, H, Dk), "(B, N, H, Dk)", q)
-    elif reverse_initial_state is not None:
+    if reverse_gate is None and reverse_initial_state is not None:
         raise ValueError(
             f"gated_linear_attention: reverse_initial_state was given without reverse_{gate_name}, so there is no "
             "reverse scan to start"
         )
-    for name, state in (("initial_state", initial_state), ("reverse_initial_state", reverse_initial_state)):
-        if state is not None:
-            _check(name, state, (B, H, Dk, Dv), "(B, H, Dk, Dv)", q)
+    _check_shape("v", v, (B, N, H, Dv), "(B, N, H, Dv)")
+    for name, x in {"k": k, **gates}.items():
+        if x is not None:
+            _check_shape(name, x, (B, N, H, Dk), "(B, N, H, Dk)")
+    for name, x in states.items():
+        if x is not None:
+            _check_shape(name, x, (B, H, Dk, Dv), "(B, H, Dk, Dv)")
 
 
 @dispatch.outside_autocast

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from scanvas.kernels import dispatch
@@ -33,6 +32,4 @@ def silu_product(x: Tensor, *, impl: str = "auto") -> Tensor:
     """
     if x.shape[-1] % 2:
         raise ValueError(f"silu_product: the last dimension of x must be even, got shape {tuple(x.shape)}")
-    if impl == "auto" and x.dtype == torch.float64:
-        impl = "torch"  # the kernel computes in float32
-    return IMPLEMENTATIONS[dispatch.resolve("silu_product", impl, x.device, IMPLEMENTATIONS)](x)
+    return IMPLEMENTATIONS[dispatch.resolve("silu_product", impl, x.device, IMPLEMENTATIONS, x.dtype)](x)

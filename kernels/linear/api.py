@@ -40,7 +40,8 @@ def linear_attention(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit together, or ``impl`` is unknown.
     """
-    dispatch.check_tensors("linear_attention", q=q, k=k, v=v, normalizer_q=normalizer_q, normalizer_k=normalizer_k)
+    normalizers = {"normalizer_q": normalizer_q, "normalizer_k": normalizer_k}
+    dispatch.check_tensors("linear_attention", optional=normalizers, q=q, k=k, v=v, **normalizers)
     if q.ndim != 4 or k.shape != q.shape:
         raise ValueError(
             f"linear_attention: q and k must be (B, N, H, D), got q {tuple(q.shape)} and k {tuple(k.shape)}"
