@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from scanvas.backbones.mixers import TokenConv
 from scanvas.backbones.mixers.hedgehog import HedgehogFeatures
 from scanvas.backbones.mixers.linfusion import Modulator, positive
-from scanvas.kernels.gated import gated_linear_attention_from_logits
+from scanvas.kernels.gated import attention_rows, gated_linear_attention_from_logits
 from scanvas.kernels.gated.api import MAX_HEAD_DIM
-from scanvas.kernels.linear import linear_attention
+from scanvas.kernels.gated.reference import log_decay_from_logits
+from scanvas.kernels.linear import attention_matrix, linear_attention
 
 Rotate = Callable[[Tensor], Tensor]
 
@@ -65,6 +66,14 @@ class LinearCore(nn.Module, ABC):
     @abstractmethod
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None) -> Tensor:
         """``(B, N, heads, D')``; arguments as for ``forward``."""
+
+    def attention_map_parts(
+        self, q: Tensor, k: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None, rows: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The map whose product with the fused values is ``mix`` (before the scale per channel of ``gla``), or its
+        addends by direction: name → ``(B, heads, R, N)`` in float32. Arguments as for ``forward``; ``rows`` are the
+        wanted queries, all by default."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell its map: it has no attention_map_parts")
 
     def forward(
         self,
@@ -120,6 +129,17 @@ class KernelCore(LinearCore):
             divisor = {"normalizer_q": self.fuse(q), "normalizer_k": self.fuse(k)}
             q, k = rotate(q), rotate(k)
         return linear_attention(self.fuse(q), self.fuse(k), self.fuse(v), eps=self.eps, **divisor)
+
+    def attention_map_parts(
+        self, q: Tensor, k: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None, rows: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        q, k = self.feature(q), self.feature(k)
+        if weight is not None:
+            k = k * weight[..., None, None].to(k.dtype)
+        divisor = {"normalizer_q": self.fuse(q), "normalizer_k": self.fuse(k)}
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
+        return {"map": attention_matrix(self.fuse(q), self.fuse(k), eps=self.eps, rows=rows, **divisor)}
 
 
 class LitCore(KernelCore):
@@ -182,6 +202,16 @@ class HedgehogCore(LinearCore):
         if weight is not None:
             k = k * weight[..., None, None].to(k.dtype)
         return linear_attention(q, k, self.fuse(v), eps=self.eps)
+
+    def attention_map_parts(
+        self, q: Tensor, k: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None, rows: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
+        q, k = self.q_features(self.fuse(q)), self.k_features(self.fuse(k))
+        if weight is not None:
+            k = k * weight[..., None, None].to(k.dtype)
+        return {"map": attention_matrix(q, k, eps=self.eps, rows=rows)}
 
 
 class GlaCore(LinearCore):
@@ -251,6 +281,32 @@ class GlaCore(LinearCore):
         else:
             out = nn.functional.rms_norm(out.to(dtype), out.shape[-1:], eps=1e-6)
         return (out * self.scale.view(self.heads, -1)).to(v.dtype)
+
+    def log_decays(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Log decays of the two directions, ``(B, N, heads, Dk)`` float32, from tokens ``(B, N, C)``."""
+        gates = self.decay_proj(x).unflatten(-1, (2, self.heads, -1)).unbind(2)
+        forward, backward = (log_decay_from_logits(gate, self.normalizer) for gate in gates)
+        return forward, backward
+
+    def attention_map_parts(
+        self, q: Tensor, k: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None, rows: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        if self.normalize:
+            q, k = positive(q), positive(k)
+        if weight is not None:
+            k = k * weight[..., None, None].to(k.dtype)
+        decays = self.log_decays(x)
+
+        def both(q: Tensor, k: Tensor) -> list[Tensor]:
+            q, k = self.fuse(q), self.fuse(k)
+            return [attention_rows(q, k, g, rows, reverse=bool(i)) / 2 for i, g in enumerate(decays)]
+
+        parts = both(q, k) if rotate is None else both(rotate(q), rotate(k))
+        if self.normalize:
+            plain = parts if rotate is None else both(q, k)
+            divisor = sum(part.sum(-1, keepdim=True) for part in plain) + 1e-6
+            parts = [part / divisor for part in parts]
+        return dict(zip(("forward", "backward"), parts))
 
 
 def decay_logit(decay: float) -> float:

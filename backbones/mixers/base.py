@@ -190,6 +190,23 @@ class TokenMixer(nn.Module, ABC):
             ``(B, heads, R, N)``.
         """
 
+    def attention_map_parts(
+        self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0
+    ) -> dict[str, Tensor]:
+        """The addends of ``attention_map``, by name: ``"forward"`` and ``"backward"`` for a mixer that scans from both
+        sides, each with its factor ½. Empty for a mixer whose map is of one piece. Arguments as there."""
+        return {}
+
+    def log_decays(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, ...]:
+        """Natural logarithms of what a token leaves of the state before it, ``(B, N, heads, Dk)`` float32, one tensor
+        for each direction of the scan; empty for a mixer without decay."""
+        return ()
+
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, Tensor] | None:
+        """What the output projection is given, as two addends ``(B, N, value channels)``: that of the attention and
+        that of a local branch (a convolution). ``None`` for a mixer without one."""
+        return None
+
     def convolve(
         self, conv: TokenConv, x: Tensor, grid: tuple[int, int], prefix: int, activation: str | None = None
     ) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from scanvas.backbones.rope import apply_rope
 from scanvas.kernels.gate import gated_mix
-from scanvas.kernels.gated import attention_matrix, gated_linear_attention_from_logits
+from scanvas.kernels.gated import attention_rows, gated_linear_attention_from_logits
 from scanvas.kernels.gated.reference import log_decay_from_logits
 
 from .base import TokenConv, TokenMixer
@@ -165,7 +165,31 @@ class GatedLinearAttention(TokenMixer):
         return self.qkv(self.features(x, grid, prefix))[2].transpose(1, 2)
 
     def attention_map(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
+        return sum(self.attention_map_parts(x, grid, rows, prefix=prefix).values())
+
+    def attention_map_parts(
+        self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0
+    ) -> dict[str, Tensor]:
         q, k, _, gate, reverse_gate = self._scan_inputs(self.features(x, grid, prefix), grid, prefix)
-        decay = log_decay_from_logits(gate, self.gate_normalizer)
-        reverse_decay = None if reverse_gate is None else log_decay_from_logits(reverse_gate, self.gate_normalizer)
-        return attention_matrix(q, k, decay, reverse_decay, rows=rows)
+        forward = attention_rows(q, k, log_decay_from_logits(gate, self.gate_normalizer), rows)
+        if reverse_gate is None:
+            return {"forward": forward}
+        reverse = log_decay_from_logits(reverse_gate, self.gate_normalizer)
+        return {"forward": forward / 2, "backward": attention_rows(q, k, reverse, rows, reverse=True) / 2}
+
+    def log_decays(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, ...]:
+        gates = self._scan_inputs(self.features(x, grid, prefix), grid, prefix)[3:]
+        return tuple(log_decay_from_logits(gate, self.gate_normalizer) for gate in gates if gate is not None)
+
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, Tensor] | None:
+        if self.output != "mix":
+            return None
+        features = self.features(x, grid, prefix)
+        gate = self.gate_proj(features).sigmoid()
+        attended = self._scan(features, grid, prefix)
+        local = features.unflatten(-1, (self.num_heads, -1))
+        norms = [
+            nn.functional.rms_norm(y, y.shape[-1:], norm(), self.norm_eps).flatten(2)
+            for y, norm in ((attended, self.out_norm), (local, self.local_norm))
+        ]
+        return gate * norms[0], (1 - gate) * norms[1]

@@ -74,3 +74,10 @@ class LinearAttention(TokenMixer):
     def attention_map(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
         q, k, _ = self.qkv(x)
         return attention_matrix(F.relu(q), F.relu(k), eps=self.eps, rows=rows)
+
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, Tensor] | None:
+        if self.conv is None:
+            return None
+        q, k, v = self.qkv(x)
+        image = self.convolve(self.conv, v.flatten(2)[:, prefix:], grid, 0)
+        return self._mix(q, k, v).flatten(2), F.pad(image, (0, 0, prefix, 0))

@@ -2,5 +2,12 @@
 
 from .api import IMPLEMENTATIONS, gated_linear_attention, gated_linear_attention_from_logits
 from .reference import attention_matrix
+from .rows import attention_rows
 
-__all__ = ["IMPLEMENTATIONS", "attention_matrix", "gated_linear_attention", "gated_linear_attention_from_logits"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "attention_matrix",
+    "attention_rows",
+    "gated_linear_attention",
+    "gated_linear_attention_from_logits",
+]
