@@ -56,7 +56,7 @@ class ClassifyTask:
             data, config.model.num_classes, batch_size=train.batch_size, seed=seed
         )
         self.num_classes = config.model.num_classes or len(self.names)
-        self.model = build_model(config.model, self.num_classes)
+        self.model = self._model()
         self.inputs = input_config(
             self.model, mean=data.mean, std=data.std, interpolation=data.interpolation, crop_pct=data.crop_pct
         )
@@ -76,6 +76,9 @@ class ClassifyTask:
         self.batches_per_epoch = self.loader.per_epoch
         self.bad = BadImages(data.on_error)
         self.mixup, self.loss = self._mixing(config.augment)
+
+    def _model(self) -> nn.Module:
+        return build_model(self.config.model, self.num_classes)
 
     def _mixing(self, augment: AugmentConfig):
         if augment.mixup <= 0 and augment.cutmix <= 0:
@@ -113,12 +116,16 @@ class ClassifyTask:
         return f"samples {shown}{', …' if len(batch['index']) > 8 else ''}"
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        image, target = batch["image"], batch["target"]
-        if self.mixup is not None:
-            image, target = self.mixup(image, target)
+        image, target = self.draw(batch)
         return {"cross_entropy": self.loss(model(image).float(), target)}
 
-    def evaluate(self, model: nn.Module, poll: Callable[[], None], step: int) -> dict[str, float]:
+    def draw(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images and targets, mixed where the recipe says so."""
+        image, target = batch["image"], batch["target"]
+        return (image, target) if self.mixup is None else self.mixup(image, target)
+
+    def held_out(self, poll: Callable[[], None]) -> Iterator[dict[str, Any]]:
+        """Batches of the validation split, this process's share, not on the device yet."""
         loader = eval_batches(
             self.val_set,
             self.config.data,
@@ -127,14 +134,13 @@ class ClassifyTask:
             rank=self.rank,
             world=self.world,
         )
+        for batch in loader:
+            poll()
+            self.bad.check(batch)
+            yield batch
 
-        def watched():
-            for batch in loader:
-                poll()
-                self.bad.check(batch)
-                yield batch
-
-        sums = accuracy(model, watched(), self.num_classes, self.accelerator.device)
+    def evaluate(self, model: nn.Module, poll: Callable[[], None], step: int) -> dict[str, float]:
+        sums = accuracy(model, self.held_out(poll), self.num_classes, self.accelerator.device)
         return as_metrics(self.accelerator.reduce(sums.to(self.accelerator.device)))
 
     def export(self, model: nn.Module, folder: Path, metrics: dict[str, Any]) -> None:

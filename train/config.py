@@ -130,19 +130,24 @@ def load(cls: type[T], recipe: str | None, overrides: list[str] = (), *, task: s
 
     Raises ConfigError on an unknown recipe or key, a wrong type, YAML that does not parse.
     """
-    tree: dict[str, Any] = {}
-    if recipe is not None:
-        text, where = _read_recipe(recipe, task)
-        try:
-            tree = yaml.safe_load(text) or {}
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{where} must hold key: value pairs, and holds a {type(tree).__name__}.")
-    config = _fill(cls, tree, "")
+    config = _fill(cls, read_tree(recipe, task), "")
     for item in overrides:
         _override(config, item)
     return config
+
+
+def read_tree(recipe: str | None, task: str = "") -> dict[str, Any]:
+    """What a recipe (path or shipped name) says, unchecked. Raises ConfigError: unknown, or YAML that does not parse."""
+    if recipe is None:
+        return {}
+    text, where = _read_recipe(recipe, task)
+    try:
+        tree = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{where} must hold key: value pairs, and holds a {type(tree).__name__}.")
+    return tree
 
 
 def from_dict(cls: type[T], tree: dict[str, Any]) -> T:
@@ -199,6 +204,13 @@ def _override(config: Any, item: str) -> None:
         if isinstance(target, dict):  # the free-form `kwargs`: whatever follows is a key of it
             target[".".join([*parents, last][depth:])] = value
             return
+        if isinstance(target, list):  # of sections: stages.0.lr
+            if not name.isdigit() or int(name) >= len(target):
+                raise ConfigError(f"{key!r}: {name!r} is no entry of the {len(target)} there, numbered from 0")
+            if depth == len(parents):
+                raise ConfigError(f"{key!r} is a section; set one of its keys")
+            target = target[int(name)]
+            continue
         hints = typing.get_type_hints(type(target))
         if name not in hints:
             full = [f.name for f in dataclasses.fields(target)]
@@ -211,7 +223,8 @@ def _override(config: Any, item: str) -> None:
             setattr(target, name, _convert(value, hints[name], key))
             return
         target = getattr(target, name)
-        if not dataclasses.is_dataclass(target) and not isinstance(target, dict):
+        sections = isinstance(target, list) and target and dataclasses.is_dataclass(target[0])
+        if not (dataclasses.is_dataclass(target) or isinstance(target, dict) or sections):
             raise ConfigError(f"unknown key {key!r}: {name!r} is a single value and has no keys below it")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from .loop import Loop, Result
 from .losses import Step, loss_terms
 from .paint_data import Order, fixed_order
 from .pictures import save_grid
+from .process import Process
 from .quiet import no_bars
 from .samples import BadImages
 
@@ -27,6 +29,24 @@ _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, spread evenly however
 def train_denoiser(config: DenoiseConfig) -> Result:
     """Run a recipe to the end."""
     return Loop(config, lambda accelerator: DenoiseTask(config, accelerator)).run()
+
+
+@dataclass
+class Noised:
+    """Images with noise: what a model is given, and what it is judged by."""
+
+    process: Process
+    clean: Tensor
+    noise: Tensor
+    noisy: Tensor
+    place: Tensor
+    inputs: tuple  # of the model
+
+    def step(self, output: Tensor) -> Step:
+        """The batch with what a model made of it, ``(B, C or 2·C, H, W)``."""
+        output, channels = output.float(), self.clean.shape[1]
+        variance = output[:, channels:] if output.shape[1] > channels else None
+        return Step(self.process, self.clean, self.noise, self.noisy, self.place, output[:, :channels], variance)
 
 
 class DenoiseTask:
@@ -42,7 +62,7 @@ class DenoiseTask:
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         if config.data.val_images < 1:
             raise ConfigError(f"data.val_images must be at least 1, and is {config.data.val_images}")
-        self.parts = Parts(config, self.device, alone=self.world == 1)
+        self.parts = self._parts()
         self.process = self.parts.process
         self.model = Painter(self.parts.denoiser, self.parts.text_encoder if self.parts.train_text else None)
         self.order = Order(
@@ -54,6 +74,9 @@ class DenoiseTask:
         )
         self.batches_per_epoch = self.order.per_epoch
         self.bad = BadImages(config.data.on_error)
+
+    def _parts(self) -> Parts:
+        return Parts(self.config, self.device, alone=self.world == 1)
 
     # ---- data
 
@@ -111,21 +134,25 @@ class DenoiseTask:
     # ---- loss
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
+        noised = self.draw(batch)
+        step = noised.step(model(*noised.inputs))
+        return {name: value.mean() for name, value in loss_terms(step, self.config.loss).items()}
+
+    def draw(self, batch: dict[str, Any]) -> Noised:
+        """A batch with times and noise, conditions dropped at random: what a model is trained on."""
         clean = self._clean(batch, draw=True)
         count = len(clean)
         place = self.process.place(torch.rand(count, device=self.device))
         drop = torch.rand(count, device=self.device) < self.config.loss.drop_condition
-        step = self._step(model, clean, torch.randn_like(clean), place, self._condition(batch, drop))
-        return {name: value.mean() for name, value in loss_terms(step, self.config.loss).items()}
+        return self._noised(clean, torch.randn_like(clean), place, self._condition(batch, drop))
 
-    def _step(self, model: nn.Module, clean: Tensor, noise: Tensor, place: Tensor, condition) -> Step:
+    def _noised(self, clean: Tensor, noise: Tensor, place: Tensor, condition: tuple) -> Noised:
         noisy = self.process.noisy(clean, noise, place)
-        output = model(noisy, self.process.times(place), *condition).float()
-        channels = clean.shape[1]
-        variance = output[:, channels:] if output.shape[1] > channels else None
-        return Step(self.process, clean, noise, noisy, place, output[:, :channels], variance)
+        inputs = (noisy, self.process.times(place), *condition)
+        return Noised(self.process, clean, noise, noisy, place, inputs)
 
-    def evaluate(self, model: nn.Module, poll: Callable[[], None], step: int) -> dict[str, float]:
+    def held_out(self) -> Iterator[Noised]:
+        """The held-out images, always with the same times and the same noise; this process's share."""
         val, config = self.parts.val, self.config
         plan = fixed_order(
             val.shape_of,
@@ -134,17 +161,21 @@ class DenoiseTask:
             rank=self.rank,
             world=self.world,
         )
-        names = list(config.loss.terms)
-        sums = torch.zeros(len(names) + 1, dtype=torch.float64)
         for batch in self._read(val, plan):
-            poll()
             clean = self._clean(batch, draw=False)
             slots = batch["slot"]
             u = torch.tensor([(slot + 1) * _GOLDEN % 1 for slot in slots], device=self.device)
             noise = torch.stack([_noise(slot, clean.shape[1:]) for slot in slots]).to(self.device)
-            made = self._step(model, clean, noise, self.process.place(u), self._condition(batch, None))
-            terms = loss_terms(made, config.loss)
-            sums += torch.tensor([*(float(terms[name].double().sum()) for name in names), len(slots)]).double()
+            yield self._noised(clean, noise, self.process.place(u), self._condition(batch, None))
+
+    def evaluate(self, model: nn.Module, poll: Callable[[], None], step: int) -> dict[str, float]:
+        config = self.config
+        names = list(config.loss.terms)
+        sums = torch.zeros(len(names) + 1, dtype=torch.float64)
+        for noised in self.held_out():
+            poll()
+            terms = loss_terms(noised.step(model(*noised.inputs)), config.loss)
+            sums += torch.tensor([*(float(terms[name].double().sum()) for name in names), len(noised.clean)]).double()
         *totals, count = self.accelerator.reduce(sums.to(self.device)).tolist()
         if not count:
             raise DataError(f"split {config.data.val_split!r} has no readable image")

@@ -76,7 +76,7 @@ class Parts:
 
     def __init__(self, config: DenoiseConfig, device: torch.device, *, alone: bool = True):
         self.config, self.device, self.alone = config, device, alone
-        wanted = denoiser_config(config.model)
+        wanted = self._wanted()
         self.by_text = wanted.get("caption_channels") is not None
         by_class = wanted.get("num_classes") is not None
         if self.by_text == by_class:
@@ -97,6 +97,9 @@ class Parts:
         self._try(wanted)
         self._open(wanted)
         self.denoiser = self._denoiser(wanted, factor)
+
+    def _wanted(self) -> dict[str, Any]:
+        return denoiser_config(self.config.model)
 
     def _vae(self, channels: int) -> nn.Module | None:
         data = self.config.data

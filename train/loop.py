@@ -26,6 +26,7 @@ from torch import nn
 
 from . import optim
 from .checkpoint import CheckpointStore, load_json, write_directory
+from .config import TrainConfig
 from .errors import ConfigError, DataError, Interrupted, NonFiniteError
 from .guard import FiniteGuard, StopRequest
 from .logs import Logs
@@ -77,17 +78,22 @@ class Result:
     main: bool  # whether this is the process that speaks
 
 
+def check_train(train: TrainConfig) -> None:
+    """Raise ConfigError for what no training could use."""
+    if train.mixed_precision == "fp16" and (train.cpu or not torch.cuda.is_available()):
+        raise ConfigError("train.mixed_precision=fp16 needs a GPU; on a CPU use no or bf16")
+    for name in ("epochs", "batch_size", "grad_accum_steps"):
+        if getattr(train, name) < 1:
+            raise ConfigError(f"train.{name} must be at least 1, and is {getattr(train, name)}")
+
+
 class Loop:
     """See the module's docstring. Raises UserError for what the user can mend, Interrupted after Ctrl-C."""
 
     def __init__(self, config: Any, make_task: Callable[[Accelerator], Task]):
         self.config, self.out = config, Path(config.run.out)
         train = config.train
-        if train.mixed_precision == "fp16" and (train.cpu or not torch.cuda.is_available()):
-            raise ConfigError("train.mixed_precision=fp16 needs a GPU; on a CPU use no or bf16")
-        for name in ("epochs", "batch_size", "grad_accum_steps"):
-            if getattr(train, name) < 1:
-                raise ConfigError(f"train.{name} must be at least 1, and is {getattr(train, name)}")
+        check_train(train)
         if train.threads is not None:
             torch.set_num_threads(max(1, train.threads))
         self.accelerator = Accelerator(mixed_precision=train.mixed_precision, cpu=train.cpu)
