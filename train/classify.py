@@ -23,7 +23,7 @@ from .loop import Loop, Result
 from .models import build_model, input_config
 from .samples import BadImages, check_labels
 
-_SAVED_INPUTS = ("input_size", "mean", "std", "interpolation", "crop_pct")
+SAVED_INPUTS = ("input_size", "mean", "std", "interpolation", "crop_pct")
 
 
 @dataclass
@@ -52,7 +52,7 @@ class ClassifyTask:
     def __init__(self, config: ClassifyConfig, accelerator: Accelerator):
         self.config, self.accelerator = config, accelerator
         data, train, seed = config.data, config.train, config.train.seed
-        train_set, self.val_set, self.names = open_pair(
+        self.train_set, self.val_set, self.names = open_pair(
             data, config.model.num_classes, batch_size=train.batch_size, seed=seed
         )
         self.num_classes = config.model.num_classes or len(self.names)
@@ -64,7 +64,7 @@ class ClassifyTask:
             self.inputs["input_size"] = (self.inputs["input_size"][0], config.model.img_size, config.model.img_size)
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.loader = TrainBatches(
-            train_set,
+            self.train_set,
             data,
             train_transform(config.augment, self.inputs),
             batch_size=train.batch_size,
@@ -144,7 +144,7 @@ class ClassifyTask:
         return as_metrics(self.accelerator.reduce(sums.to(self.accelerator.device)))
 
     def export(self, model: nn.Module, folder: Path, metrics: dict[str, Any]) -> None:
-        model.pretrained_cfg = model.pretrained_cfg | {k: self.inputs[k] for k in _SAVED_INPUTS if k in self.inputs}
+        model.pretrained_cfg = model.pretrained_cfg | {k: self.inputs[k] for k in SAVED_INPUTS if k in self.inputs}
         labels = {"label_names": self.names} if self.names else {}
         save_for_hf(model, str(folder), model_config=labels, model_args=self._model_args(), safe_serialization=True)
 

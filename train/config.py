@@ -137,7 +137,7 @@ def load(cls: type[T], recipe: str | None, overrides: list[str] = (), *, task: s
 
 
 def read_tree(recipe: str | None, task: str = "") -> dict[str, Any]:
-    """What a recipe (path or shipped name) says, unchecked. Raises ConfigError: unknown, or YAML that does not parse."""
+    """What a recipe (path or shipped name) says, unchecked. Raises ConfigError: unknown, or no YAML."""
     if recipe is None:
         return {}
     text, where = _read_recipe(recipe, task)

@@ -53,8 +53,8 @@ class Painter(nn.Module):
         if text is not None and self.text_encoder is not None:
             text = self.text_encoder(text, attention_mask=mask)[0]
         return self.denoiser(
-            noisy,
-            timestep * self.denoiser.config.timestep_scale,
+            hidden_states=noisy,
+            timestep=timestep * self.denoiser.config.timestep_scale,
             class_labels=label,
             encoder_hidden_states=text,
             encoder_attention_mask=mask,

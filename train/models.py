@@ -12,7 +12,7 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import nn
 
-import scanvas  # noqa: F401 - registers the models with timm
+import scanvas  # registers the models with timm
 
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError, UserError, nearest
@@ -68,6 +68,11 @@ def load_classifier(path: str) -> nn.Module:
             hint = " (its sub-directory best or final does?)" if any(folder.glob("*/config.json")) else ""
             raise CheckpointError(f"--checkpoint {path!r} holds no {name}{hint}")
     try:
+        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "linearization" in told:  # timm does not know such models
+            model = scanvas.load_linearized(folder)
+            model.pretrained_cfg = {**model.pretrained_cfg, **told.get("pretrained_cfg", {})}
+            return model
         return timm.create_model(f"local-dir:{os.fspath(folder)}", pretrained=True).eval()
     except Exception as error:
         raise CheckpointError(f"cannot read checkpoint {path!r}: {_one_line(error)}") from error
