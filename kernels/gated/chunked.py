@@ -20,7 +20,8 @@ from .factorised import factorised, split
 from .reference import accumulation_dtype
 
 _CHUNK_SIZES = (64, 32)
-# On a CPU, heads are taken in groups whose tensors have about this many elements, so that they stay in the cache.
+# On a CPU, heads are taken in groups whose tensors have about this many elements, so that they stay in the cache; but
+# not where a gradient is recorded, which keeps all of them anyway.
 _CACHED = 1 << 18
 
 
@@ -146,7 +147,7 @@ def chunked(
     starts = [initial_state, reverse_initial_state]
     H = q.shape[2]
     group = H
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+    if q.device.type == "cpu" and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
         group = max(1, min(H, _CACHED // (v[:, :, :1].numel() or 1)))
     parts = []
     for first in range(0, H, group):

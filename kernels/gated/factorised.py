@@ -2,7 +2,7 @@
 
 One cumulative sum a chunk and direction gives the scores by one matrix product, where the tree of ``chunked.py`` needs
 one for every level. The price: exp(-G_j) overflows when a chunk decays strongly, so the gates are looked at first.
-Both directions lie side by side in one tensor, which halves the passes over memory; that is what a CPU waits for.
+A CPU waits for memory and for calls, so there are few passes and all heads are in one call.
 """
 
 import torch
@@ -21,15 +21,20 @@ def split(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return x.transpose(1, 2).unflatten(2, (-1, size))
 
 
-def _states(updates: Tensor, decays: Tensor, start: Tensor, order: range) -> tuple[Tensor, Tensor]:
-    """States before each chunk ``(B, H, n, Dk, Dv)`` and after the last, chunk by chunk: each step is small enough to
-    stay in the cache, unlike the levels of a parallel scan."""
-    updates, decays = updates.unbind(2), decays.unbind(2)
-    before, state = [start] * len(order), start
-    for i in order:
-        before[i] = state
-        state = torch.addcmul(updates[i], decays[i], state)
-    return torch.stack(before, dim=2), state
+def _states(updates: Tensor, wholes: Tensor, start: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
+    """What each chunk reads, ``(B, H, n, Dk, Dv)``, and the state after the last, chunk by chunk: each step is small
+    enough to stay in the cache, unlike the levels of a parallel scan. See ``factorised`` for the two directions."""
+    updates, wholes = updates.unbind(2), wholes.unsqueeze(-1).unbind(2)
+    state = torch.zeros_like(updates[0]) if start is None else start.to(updates[0].dtype)
+    read = [state] * len(updates)
+    for i in range(len(updates) - 1, -1, -1) if reverse else range(len(updates)):
+        if reverse:
+            read[i] = wholes[i] * state
+            state = read[i] + updates[i]
+        else:
+            read[i] = state
+            state = wholes[i] * (state + updates[i])
+    return torch.stack(read, dim=2), state
 
 
 def factorised(
@@ -44,44 +49,43 @@ def factorised(
 ) -> tuple[Tensor, list[Tensor]] | None:
     """Output ``(B, N, H, Dv)`` in ``dtype`` and the final state of each direction.
 
+    With P the sum of log decays in a chunk up to and including a token, the scan from the left reads the state before
+    the chunk with ``q e^P``, and ``whole · (state + (k e^-P)ᵀ v)`` goes on to the next, where ``whole`` is the decay of
+    the chunk. With E the sum up to but excluding a token, the scan from the right reads ``whole · state`` with
+    ``q e^-E``, and that plus ``(k e^E)ᵀ v`` goes on to the left. In a chunk the products of the same queries and keys
+    are the scores, below the diagonal of the one and above that of the other.
+
     Returns ``None`` if a chunk decays by more than exp(-60): the caller must take another path.
     """
-    N, Dk = q.shape[1], q.shape[-1]
+    N = q.shape[1]
     # Chunks of equal length leave little to pad: 196 tokens are four chunks of 49.
     size = chunk_size or -(-N // -(-N // CHUNK))
-    directions = len(log_decays)
     decays = [split(g, size, dtype) for g in log_decays]
-    inclusive = [g.cumsum(-2) for g in decays]
-    totals = [g[..., -1, :] for g in inclusive]
+    sums = [g.cumsum(-2) for g in decays]
+    totals = [g[..., -1, :] for g in sums]
     if min(total.detach().min() for total in totals) < RANGE:
         return None
-    if directions == 2:  # from the right: the total less what lies to the left; short sums, so little is lost
-        inclusive[1] = totals[1].unsqueeze(-2) - (inclusive[1] - decays[1])
 
-    q, k, v = split(q, size, dtype), split(k, size, dtype), split(v, size, dtype).contiguous()
-    decay = torch.stack(inclusive, dim=-2).exp()
-    q_decayed = ((q * (scale / directions)).unsqueeze(-2) * decay).flatten(-2)
-    k_grown = (k.unsqueeze(-2) / decay).flatten(-2)
-    scores = q_decayed[..., :Dk] @ k_grown[..., :Dk].mT
-    if directions == 1:
+    q, k, v = (split(x, size, dtype).contiguous() for x in (q, k, v))
+    q = q * (scale / len(log_decays))
+    factor = sums[0].exp()
+    queries, keys = [q * factor], [k / factor]
+    scores = queries[0] @ keys[0].mT
+    if len(log_decays) == 1:
         scores = scores.tril()
     else:
-        upper = q_decayed[..., Dk:] @ k_grown[..., Dk:].mT
-        scores = torch.where(torch.ones(size, size, dtype=torch.bool, device=q.device).tril(), scores, upper)
+        factor = (sums[1] - decays[1]).exp()
+        queries.append(q / factor)
+        keys.append(k * factor)
+        lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+        scores = torch.where(lower, scores, queries[1] @ keys[1].mT)
         scores.diagonal(dim1=-2, dim2=-1).mul_(2)  # the token itself belongs to both directions
     out = scores @ v
 
-    whole = torch.cat(totals, dim=-1).exp().unsqueeze(-1)
-    updates = (whole * (k_grown.mT @ v)).split(Dk, dim=-2)
-    chunks = out.shape[2]
-    before, finals = [], []
-    for index, (update, decay_of_chunk) in enumerate(zip(updates, whole.split(Dk, dim=-2))):
-        start = update.new_zeros(update[:, :, 0].shape) if starts[index] is None else starts[index].to(dtype)
-        order = range(chunks - 1, -1, -1) if index else range(chunks)
-        states, final = _states(update, decay_of_chunk, start, order)
-        before.append(states)
+    finals = []
+    for index, (query, key, total, start) in enumerate(zip(queries, keys, totals, starts)):
+        read, final = _states(key.mT @ v, total.exp(), start, reverse=bool(index))
         finals.append(final)
-    if chunks > 1 or any(start is not None for start in starts):
-        states = torch.cat(before, dim=-2)
-        out = torch.baddbmm(out.flatten(0, 2), q_decayed.flatten(0, 2), states.flatten(0, 2)).view_as(out)
+        if out.shape[2] > 1 or start is not None:
+            out.flatten(0, 2).baddbmm_(query.flatten(0, 2), read.flatten(0, 2))
     return out.flatten(2, 3)[:, :, :N].transpose(1, 2), finals
