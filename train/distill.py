@@ -110,9 +110,12 @@ class Distillation:
             for name, call in (("teacher", lambda *inputs: self.teacher(inputs)[0]), ("linearized", self.net.eval())):
                 made[name] = self.source.evaluate(call, lambda: None, 0)
                 if call is self.net:
-                    made[name] |= {"error": self.errors(self.student(), layers, lambda: None)[0]}
+                    error, each = self.errors(self.student(), layers, lambda: None)
+                    made[name] |= {"error": error}
                 self._say(f"{name}: " + "  ".join(f"{key} {value:.4g}" for key, value in made[name].items()))
         self._keep(made)
+        if self.accelerator.is_main_process:
+            write_json(self.out / "linearized.json", each)
         return made
 
     def student(self) -> Student:
@@ -136,8 +139,7 @@ class Distillation:
 
     def _keep(self, measured: dict[str, dict[str, float]]) -> None:
         if self.accelerator.is_main_process:
-            self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "distill.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+            write_json(self.out / "distill.json", measured)
 
     def _say(self, text: str) -> None:
         if self.accelerator.is_main_process:
@@ -161,6 +163,14 @@ class Distillation:
         self.measured[f"{number + 1}-{stage.kind}"] = result.metrics
         self._keep(self.measured)
         return result
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A small file for people and tables, whole or as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".new-{path.name}")
+    fresh.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)
 
 
 class DistillTask:
@@ -247,7 +257,7 @@ class DistillTask:
             return measured
         error, each = self.run.errors(model, self.paths[self.stage.kind], poll)
         if self.main:
-            (self.out / "layers.json").write_text(json.dumps(each, indent=1) + "\n", encoding="utf-8")
+            write_json(self.out / "layers.json", each)
         return {"error": error, **measured}
 
     def export(self, model: nn.Module, folder: Path, metrics: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ def load_vae(config: VaeConfig) -> nn.Module | None:
     inside = (Path(config.path) / "model_index.json").is_file()
     try:
         vae = AutoModel.from_pretrained(config.path, subfolder="vae" if inside else None)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:  # the last: a pipeline without an autoencoder
         raise ConfigError(f"vae.path={config.path!r} cannot be loaded: {' '.join(str(error).split())[:400]}") from error
     if type(vae).__name__ not in _CLASSES:
         raise ConfigError(
