@@ -33,6 +33,7 @@ def images(batch, seed=0, size=(8, 12)):
 
 CASES = [
     *[("test_vig", {"mixer": mixer}) for mixer in MIXERS],
+    ("test_vig", {"mixer": "local", "mixer_kwargs": {"radius": 2, "pool": 4}}),
     ("test_vig", {"class_token": True, "rope": True}),
     ("test_vig_h", {}),
 ]

@@ -1,6 +1,7 @@
 """Every mixer of the table: its map, its projections, prefix tokens, precision, errors."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ CASES = [
     ("gla", {"bidirectional": False, "local": False, "output": "swish", "expand_k": 1.0, "expand_v": 2.0}),
     ("softmax", {"qk_norm": True, "rope": True}),
     ("linear", {"kernel_size": 0, "qkv_bias": False}),
+    ("local", {"radius": 2, "rope": True, "base_tokens": 9}),
+    ("local", {"radius": 3, "pool": 4, "qk_norm": True, "base_tokens": 40}),
 ]
 GRIDS = [(5, 7), (1, 9), (8, 3)]
 
@@ -38,20 +41,25 @@ def tokens(grid, prefix=0, batch=2, dim=24, dtype=torch.float64):
 def test_map_times_values_is_attend(name, cfg, grid, prefix):
     mixer, x = build(name, **cfg), tokens(grid, prefix)
     attended, values = mixer.attend(x, grid, prefix), mixer.values(x, grid, prefix)
+    torch.testing.assert_close(mixer(x, grid, prefix), mixer.project(x, attended, grid, prefix))
+    if not mixer.has_map:
+        with pytest.raises(NotImplementedError, match=r"has no attention map: .*values"):
+            mixer.attention_map(x, grid, prefix=prefix)
+        assert values.shape == (2, 2, x.shape[1], 12)
+        return
     full = mixer.attention_map(x, grid, prefix=prefix)
     assert full.dtype == torch.float64
     assert full.shape == (2, 2, x.shape[1], x.shape[1])
     torch.testing.assert_close((full @ values).transpose(1, 2), attended, atol=1e-10, rtol=1e-10)
     rows = torch.tensor([x.shape[1] - 1, 0, 4])
     torch.testing.assert_close(mixer.attention_map(x, grid, rows, prefix=prefix), full[:, :, rows])
-    torch.testing.assert_close(mixer(x, grid, prefix), mixer.project(x, attended, grid, prefix))
     if mixer.row_stochastic:
         assert full.min() >= 0
         torch.testing.assert_close(full.sum(-1), torch.ones_like(full[..., 0]), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("name", "cfg"), CASES)
+@pytest.mark.parametrize(("name", "cfg"), [case for case in CASES if MIXERS[case[0]].has_map])
 def test_map_is_float32_also_under_autocast(name, cfg, dtype):
     mixer, x = build(name, dtype=dtype, **cfg), tokens((4, 5), dtype=dtype)
     assert mixer.attention_map(x, (4, 5)).dtype == torch.float32
@@ -90,6 +98,12 @@ def test_prefix_tokens_take_part_but_not_in_what_is_2d(name, cfg):
     changed = x.clone()
     changed[:, 0] += 1.0
     assert (mixer(changed, grid, 2)[:, 2:] - out[:, 2:]).abs().amax(-1).min() > 1e-8  # every image token sees it
+    local = "radius" in cfg
+    changed = x.clone()
+    changed[:, 2] += 1.0  # the upper left token is far from the lower right one
+    assert bool(((mixer(changed, grid, 2)[:, -1] - out[:, -1]).abs().amax(-1) > 1e-8).all()) != (
+        local and not cfg.get("pool")
+    )
     if cfg.get("bidirectional", True):
         changed = x.clone()
         changed[:, -1] += 1.0
@@ -101,7 +115,8 @@ def test_prefix_tokens_take_part_but_not_in_what_is_2d(name, cfg):
 @pytest.mark.parametrize(("name", "cfg"), CASES)
 def test_only_the_grid_tells_a_rectangle_from_another(name, cfg):
     mixer, x = build(name, **cfg), tokens((3, 4))
-    two_d = getattr(mixer, "conv", None) is not None or cfg.get("rope", False)
+    convolves = any(getattr(mixer, conv, None) is not None for conv in ("conv", "q_conv"))
+    two_d = convolves or cfg.get("rope", False) or cfg.get("radius", 8) < 4
     assert torch.allclose(mixer(x, (3, 4)), mixer(x, (4, 3)), atol=1e-9) != two_d
     with pytest.raises(ValueError, match=r"prefix \+ H·W.*\(B, 0 \+ 3·5, C\), got shape \(2, 12, 24\)"):
         mixer(x, (3, 5))
@@ -217,6 +232,67 @@ def test_softmax_is_its_definition():
     torch.testing.assert_close(mixer(x, grid), attention(x, x, x, need_weights=False)[0])
 
 
+def test_local_is_its_definition():
+    """Query by query over the keys of its disc, with all pooled keys, and a scale that grows with the tokens."""
+    grid, prefix = (5, 7), 2
+    mixer = build("local", dim=16, heads=2, radius=3, pool=4, base_tokens=12)
+    x = tokens(grid, prefix=prefix, dim=16, batch=1)
+    q, k, v = (getattr(mixer, f"to_{n}")(x)[0].view(37, 2, 8) for n in "qkv")
+    pooled = []
+    for z in (k, v):
+        image = torch.zeros(8, 8, 2, 8, dtype=z.dtype)
+        image[:5, :7] = z[2:].view(5, 7, 2, 8)
+        squares = [(image[a : a + 4, b : b + 4], a, b) for a in (0, 4) for b in (0, 4)]
+        there = [min(4, 5 - a) * min(4, 7 - b) for _, a, b in squares]
+        weight = mixer.pool.weight[..., None, None]
+        pooled.append(torch.stack([(s * weight).sum((0, 1)) * 16 / n for (s, _, _), n in zip(squares, there)]))
+    out = torch.zeros(37, 2, 8, dtype=x.dtype)
+    scale = (math.log(370, 12) / 8) ** 0.5
+    for i in range(37):
+        keys = [0, 1, *range(2, 37)]
+        if i >= 2:
+            row, column = divmod(i - 2, 7)
+            keys = [0, 1] + [j for j in keys[2:] if (row - (j - 2) // 7) ** 2 + (column - (j - 2) % 7) ** 2 < 9]
+        k_, v_ = (torch.cat((z[keys], p)) if i >= 2 else z for z, p in zip((k, v), pooled))
+        out[i] = torch.einsum("nh,nhd->hd", (torch.einsum("hd,nhd->nh", q[i], k_) * scale).softmax(0), v_)
+    torch.testing.assert_close(mixer(x, grid, prefix)[0], mixer.to_out[0](out.flatten(1)))
+    fresh = create_mixer("local", 16, 2, pool=4)
+    assert (fresh.pool.weight == 1 / 16).all()
+    plain = create_mixer("softmax", 16, 2, dtype=torch.float64)
+    wide = create_mixer("local", 16, 2, radius=9, dtype=torch.float64)
+    wide.load_state_dict(plain.state_dict())  # it has the weights of a softmax, and is one within its radius
+    torch.testing.assert_close(wide(x, grid, prefix), plain(x, grid, prefix))
+
+
+def test_t5_is_one_step_of_gradient_descent():
+    """The inner gradient by automatic differentiation, the key's norm and the convolutions by hand."""
+    grid, prefix = (3, 5), 1
+    mixer = build("t5", dim=16, heads=2)
+    x = tokens(grid, prefix=prefix, dim=16, batch=2)
+    q, k, v = (getattr(mixer, f"to_{n}")(x) for n in "qkv")
+    k = (k - k.mean(1, keepdim=True)) / (k.var(1, keepdim=True, unbiased=False) + 1.0).sqrt()
+    convolved = []
+    for z, conv in ((q, mixer.q_conv), (k, mixer.k_conv)):
+        image = z[:, 1:].transpose(1, 2).unflatten(2, grid)
+        local = nn.functional.conv2d(image, conv.weight, conv.bias, padding=1, groups=16).flatten(2).transpose(1, 2)
+        convolved.append(torch.cat((z[:, :1], z[:, 1:] + local), dim=1))
+    q, k = convolved
+    expected = torch.zeros_like(q)
+    for sample in range(2):
+        for head in range(2):
+            s = slice(8 * head, 8 * head + 8)
+            weights = [getattr(mixer.inner, f"w{i}")[head].detach().requires_grad_() for i in (1, 2, 3)]
+
+            def network(u, w1, w2, w3):
+                return (nn.functional.silu(u @ w1) * (u @ w2)) @ w3
+
+            loss = -(network(k[sample, :, s], *weights) * v[sample, :, s]).sum() * 8**-0.5 / 16
+            steps = torch.autograd.grad(loss, weights)
+            expected[sample, :, s] = network(q[sample, :, s], *(w - g for w, g in zip(weights, steps)))
+    torch.testing.assert_close(mixer(x, grid, prefix), mixer.to_out[0](expected))
+    assert create_mixer("t5", 16, 2).inner.w1.abs().max() < 0.1
+
+
 def test_rope_scores_depend_on_the_displacement_only():
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64).expand(2, 1, 30, 2, 16).contiguous()
     scores = torch.einsum("bnhd,bmhd->hnm", apply_rope(q, (5, 6)), apply_rope(k, (5, 6)))[0].view(5, 6, 5, 6)
@@ -246,7 +322,7 @@ def test_table_and_errors():
                 create_mixer(name, 24, heads)
         with pytest.raises(TypeError, match="no_such_thing"):
             create_mixer(name, 24, 2, no_such_thing=1)
-    with pytest.raises(ValueError, match=r"mixer must be one of gla, .*softmax; got 'attention'"):
+    with pytest.raises(ValueError, match=r"mixer must be one of gla, .*softmax, t5; got 'attention'"):
         create_mixer("attention", 24, 2)
     for message, cfg in {
         r"expand_k gives a width of 3, which num_heads = 2 does not divide": {"expand_k": 0.125},
@@ -265,6 +341,15 @@ def test_table_and_errors():
     for kernel_size in (4, -3):
         with pytest.raises(ValueError, match=f"kernel_size must be odd, or 0.*got {kernel_size}"):
             create_mixer("linear", 24, 2, kernel_size=kernel_size)
+        with pytest.raises(ValueError, match=f"kernel_size must be odd, or 0.*got {kernel_size}"):
+            create_mixer("t5", 24, 2, kernel_size=kernel_size)
+    for message, cfg in {
+        "radius must be a whole number of tokens, at least 1; got 0": {"radius": 0},
+        "pool must be the side of a square of tokens, at least 2, or 0 for none; got 1": {"pool": 1},
+        "base_tokens must be the number of tokens in training, or None; got 1": {"base_tokens": 1},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            create_mixer("local", 24, 2, **cfg)
 
 
 def test_gla_initialisation():

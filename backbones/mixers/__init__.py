@@ -5,7 +5,9 @@ from .gla import GatedLinearAttention
 from .hedgehog import HedgehogAttention
 from .linear import LinearAttention
 from .linfusion import LinFusionAttention
+from .local import LocalAttention
 from .softmax import SoftmaxAttention
+from .t5 import TTTAttention
 
 __all__ = ["MIXERS", "TokenConv", "TokenMixer", "create_mixer", "list_mixers"]
 
@@ -14,7 +16,9 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "hedgehog": HedgehogAttention,
     "linear": LinearAttention,
     "linfusion": LinFusionAttention,
+    "local": LocalAttention,
     "softmax": SoftmaxAttention,
+    "t5": TTTAttention,
 }
 
 

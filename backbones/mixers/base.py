@@ -72,6 +72,8 @@ class TokenMixer(nn.Module, ABC):
     """Parameters belong to one grid and are interpolated for another."""
     row_stochastic: ClassVar[bool] = False
     """Rows of the attention map are non-negative and sum to one."""
+    has_map: ClassVar[bool] = True
+    """There is an attention map; otherwise ``attention_map`` raises NotImplementedError and says why."""
     paper: ClassVar[str] = ""
 
     def __init__(self, dim: int, num_heads: int, *, fused_projections: bool = False):

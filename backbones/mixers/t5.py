@@ -1,0 +1,147 @@
+"""Test-time training: the state is a small network, which one step of gradient descent fits to the keys and values."""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scanvas.kernels.dispatch import outside_autocast
+
+from .base import TokenConv, TokenMixer
+
+
+@outside_autocast
+def instance_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1.0) -> Tensor:
+    """``(x − mean) / √(variance + eps)`` of each channel over the tokens of ``(B, N, H, D)``; float32 or float64.
+
+    Args:
+        weight: ``(B or 1, N)`` ≥ 0, how often each token counts.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    share = _shares(x.new_ones(1, x.shape[1]) if weight is None else weight, x.dtype)
+    mean = (x * share).sum(1, keepdim=True)
+    variance = ((x - mean).square() * share).sum(1, keepdim=True)
+    return (x - mean) * (variance + eps).rsqrt()
+
+
+def _shares(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights of tokens that sum to one, ``(B, N, 1, 1)``."""
+    weight = weight.to(dtype)
+    return (weight / weight.sum(1, keepdim=True).clamp_min(1e-12))[..., None, None]
+
+
+@torch.jit.ignore
+@outside_autocast
+def train_and_apply(
+    q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, weight: Tensor | None = None
+) -> Tensor:
+    """``f_{W − ∇}(q)`` for ``f_W(u) = (SiLU(u W₁) ⊙ u W₂) W₃`` and the gradient ∇ at W of the inner loss
+    ``−d^-½ · mean_n ⟨f_W(k_n), v_n⟩``: one step of gradient descent with rate 1 on all tokens at once.
+
+    Args:
+        q, k, v: ``(B, N, H, D)``.
+        w1, w2, w3: ``(H, D, D)``.
+        weight: ``(B or 1, N)`` ≥ 0, how much each token counts in the mean.
+
+    Returns:
+        ``(B, N, H, D)`` in v's dtype; computed in float32 (float64 for float64 inputs).
+    """
+    dtype, result = torch.promote_types(v.dtype, torch.float32), v.dtype
+    D, N = q.shape[-1], q.shape[1]
+    v = v.to(dtype)
+    share = v * (D**-0.5 / N) if weight is None else v * (D**-0.5 * _shares(weight, dtype))
+    q, k, share = (x.to(dtype).transpose(1, 2) for x in (q, k, share))  # (B, H, N, D)
+    w1, w2, w3 = (w.to(dtype) for w in (w1, w2, w3))
+    a, b = k @ w1, k @ w2
+    s = a.sigmoid()
+    gate = a * s
+    upstream = share @ w3.mT
+    # Minus the gradients, by hand: a gradient of a gradient would cost more, and not export.
+    step1 = k.mT @ (upstream * b * s * (1 + a * (1 - s)))
+    step2 = k.mT @ (upstream * gate)
+    step3 = (gate * b).mT @ share
+    out = (F.silu(q @ (w1 + step1)) * (q @ (w2 + step2))) @ (w3 + step3)
+    return out.transpose(1, 2).to(result)
+
+
+class InnerNetwork(nn.Module):
+    """The network that is trained at test time: three matrices per head, from a truncated normal distribution.
+
+    Args:
+        num_heads, head_dim: H and D.
+        std: of the distribution.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, std: float = 0.02, device=None, dtype=None):
+        super().__init__()
+        for name in ("w1", "w2", "w3"):
+            weight = torch.empty(num_heads, head_dim, head_dim, device=device, dtype=dtype)
+            setattr(self, name, nn.Parameter(nn.init.trunc_normal_(weight, std=std)))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = None) -> Tensor:
+        """See ``train_and_apply``."""
+        return train_and_apply(q, k, v, self.w1, self.w2, self.w3, weight)
+
+
+class TTTAttention(TokenMixer):
+    """``f_{W − ∇}(q)`` of ``train_and_apply`` (T⁵, arXiv:2605.02772): softmax attention read as a network whose
+    hidden layer is made of all keys, and replaced by one of fixed width. ``O(N)`` in time.
+
+    Keys are normalised over the tokens, per channel; then a depthwise 3×3 convolution is added to queries and to keys.
+
+    There is no attention map: the values change the inner network's first two matrices, so that the result is not a
+    sum of values with weights.
+
+    Args:
+        dim, num_heads, fused_projections: see ``TokenMixer``.
+        kernel_size: of the two convolutions, odd; 0 leaves them out.
+        qkv_bias: biases in the projections, the output's too.
+        proj_drop: dropout after the output projection.
+    """
+
+    has_map: ClassVar[bool] = False
+    paper: ClassVar[str] = "https://arxiv.org/abs/2605.02772"
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        fused_projections: bool = False,
+        kernel_size: int = 3,
+        qkv_bias: bool = True,
+        proj_drop: float = 0.0,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(dim, num_heads, fused_projections=fused_projections)
+        if kernel_size and (kernel_size < 0 or kernel_size % 2 == 0):
+            raise ValueError(f"kernel_size must be odd, or 0 for no convolutions; got {kernel_size}")
+        factory = {"device": device, "dtype": dtype}
+        self.make_projections(dim, dim, bias=qkv_bias, proj_drop=proj_drop, **factory)
+        self.inner = InnerNetwork(num_heads, dim // num_heads, **factory)
+        self.q_conv = TokenConv(dim, kernel_size, **factory) if kernel_size else None
+        self.k_conv = TokenConv(dim, kernel_size, **factory) if kernel_size else None
+
+    def attend(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        q, k, v = self.qkv(x)
+        k = instance_norm(k).to(v.dtype)
+        if self.q_conv is not None:
+            q, k = (
+                (z + F.pad(conv(z[:, prefix:].flatten(2), grid), (0, 0, prefix, 0)).view_as(z)).to(v.dtype)
+                for z, conv in ((q, self.q_conv), (k, self.k_conv))
+            )
+        return self.inner(q, k, v)
+
+    def project(self, x: Tensor, attended: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        return self.to_out(attended.flatten(2))
+
+    def values(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        return self.qkv(x)[2].transpose(1, 2)
+
+    def attention_map(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
+        raise NotImplementedError(
+            "TTTAttention has no attention map: values act on the weights of its inner network, not on the output "
+            "alone. The derivative of its output by its values is what comes nearest"
+        )
