@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -38,8 +40,9 @@ def _time(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
-    """Bytes needed by ``call`` at its peak beyond what is held before it: of the allocator on a GPU, of the process on
-    a CPU (for that, call it in a fresh process). ``call`` runs once before."""
+    """Bytes that PyTorch's allocator has given out at the peak of ``call``, beyond what was held before it: those of
+    tensors that live at once. ``call`` runs once before."""
+    call()  # loads libraries and compiles convolutions, once and for all: not what the call needs
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -47,7 +50,23 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    call()  # loads libraries and compiles convolutions, once and for all: not what the call needs
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = itertools.accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns()))
+    return max(held, default=0)
+
+
+# glibc serves what is larger than this from pages of its own and gives them back when it is freed. By default the limit
+# rises as a program runs, and how much memory stays with the process depends on the order of what was freed.
+DIRECT_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
+
+
+def process_peak(call: Callable[[], Any]) -> int:
+    """Bytes by which the resident memory of this process rises while ``call`` runs on the CPU, buffers of libraries
+    included. For a number that is the same every time, run it in a fresh process with ``DIRECT_PAGES`` in its
+    environment. ``call`` runs once before."""
+    call()
     _return_freed_memory()
     before = _reset_process_peak()
     call()
@@ -78,10 +97,15 @@ def _process_peak() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def in_fresh_process(module: str, request: dict[str, Any]) -> dict[str, Any]:
-    """``python -m module JSON``'s last line of output, read as JSON. Raises RuntimeError with its last words."""
+def in_fresh_process(module: str, request: dict[str, Any], environment: dict[str, str] | None = None) -> dict[str, Any]:
+    """``python -m module JSON``'s last line of output, read as JSON; ``environment`` is added to that of this process.
+    Raises RuntimeError with its last words."""
     done = subprocess.run(
-        [sys.executable, "-m", module, json.dumps(request)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", module, json.dumps(request)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | (environment or {}),
     )
     if done.returncode:
         raise RuntimeError(f"{module} {request} failed: {done.stderr.strip()[-500:]}")
