@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from scanvas.kernels.local import count_pairs, hybrid_attention, hybrid_matrix, local_attention
 from scanvas.kernels.local.disc import covers
-from scanvas.kernels.local.flex import _plan
+from scanvas.kernels.local.flex import _cached_plan, _plan
 from scanvas.kernels.local.reference import in_disc
 
 # grid, radius, start, tokens after the image, extra keys; more than one tile along every axis in some
@@ -195,6 +195,10 @@ def test_flex_needs_few_blocks():
     for side, least in ((64, 60), (256, 97)):
         _, mask = _plan(side**2, (side, side), 8, 0, 0, torch.device("cpu"))
         assert mask.sparsity() > least
+    with torch.inference_mode():
+        order, mask = _cached_plan(64, (8, 8), 2, 0, 0, torch.device("cpu"))
+    assert not order.is_inference()  # or training after inference could not use it
+    assert not mask.kv_indices.is_inference()
 
 
 def test_errors():

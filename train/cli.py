@@ -188,6 +188,23 @@ def _bench_denoisers(args) -> None:
     bench_denoisers(args.out)
 
 
+@command(
+    "bench linearize",
+    "Flux and PixArt transformers before and after linearize on a GPU: time and peak memory, by resolution",
+    argument("--out", default="runs/bench", metavar="DIR", help="where linearize.json and linearize.png go"),
+    argument("--models", nargs="+", default=["flux", "pixart"], help="flux, pixart or both"),
+    argument("--mixers", nargs="+", default=["lit"], help="targets of linearize, by default lit"),
+    argument("--sides", nargs="+", type=int, metavar="PIXELS", help="sides of the images, by default 1024 2048 4096"),
+    argument("--quick", action="store_true", help="small transformers of the same kinds, for any machine"),
+    DEVICE,
+)
+def _bench_linearize(args) -> None:
+    from .bench_linearize import bench_linearize
+
+    options = {name: getattr(args, name) for name in ("device", "models", "mixers", "sides", "quick")}
+    bench_linearize(args.out, **options)
+
+
 @command("doctor", "check that every operation computes what it should on this machine; a minute or two")
 def _doctor(args) -> int:
     from .doctor import doctor

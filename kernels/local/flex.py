@@ -53,7 +53,12 @@ def _plan(N: int, grid: Grid, radius: int, start: int, extra: int, device: torch
     return order, mask
 
 
-_cached_plan = lru_cache(maxsize=16)(_plan)
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)  # what is kept may be used in training later
+def _cached_plan(
+    N: int, grid: Grid, radius: int, start: int, extra: int, device: torch.device
+) -> tuple[Tensor, BlockMask]:
+    return _plan(N, grid, radius, start, extra, device)
 
 
 def _blocks(at: Tensor, is_image: Tensor, is_extra: Tensor, N: int, radius: int) -> tuple[Tensor, Tensor]:
