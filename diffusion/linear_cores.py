@@ -67,12 +67,18 @@ class LinearCore(nn.Module, ABC):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None) -> Tensor:
         """``(B, N, heads, D')``; arguments as for ``forward``."""
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None
+    ) -> Tensor:
+        """``mix`` without what comes after the product of map and values (a norm, a scale): the same shape."""
+        return self.mix(q, k, v, x, rotate, weight)
+
     def attention_map_parts(
         self, q: Tensor, k: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None, rows: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The map whose product with the fused values is ``mix`` (before the scale per channel of ``gla``), or its
-        addends by direction: name → ``(B, heads, R, N)`` in float32. Arguments as for ``forward``; ``rows`` are the
-        wanted queries, all by default."""
+        """The map whose product with the fused values is ``attend``, or its addends by direction: name →
+        ``(B, heads, R, N)`` in float32. Arguments as for ``forward``; ``rows`` are the wanted queries, all by default.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not tell its map: it has no attention_map_parts")
 
     def forward(
@@ -261,7 +267,9 @@ class GlaCore(LinearCore):
         nn.init.xavier_uniform_(self.decay_proj[1].weight, gain=2**-2.5)
         nn.init.constant_(self.decay_proj[1].bias, decay_logit(initial_decay))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None
+    ) -> Tensor:
         if self.normalize:
             q, k = positive(q), positive(k)
         if weight is not None:
@@ -278,8 +286,13 @@ class GlaCore(LinearCore):
             ones = torch.ones(*v.shape[:2], self.heads, 1, device=v.device, dtype=dtype)
             divisor = gated_linear_attention_from_logits(plain_q, plain_k, ones, *gates, normalizer=self.normalizer)
             out = out.to(dtype) / (divisor + 1e-6)
-        else:
-            out = nn.functional.rms_norm(out.to(dtype), out.shape[-1:], eps=1e-6)
+        return out
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, rotate: Rotate | None, weight: Tensor | None) -> Tensor:
+        out = self.attend(q, k, v, x, rotate, weight)
+        out = out.to(torch.promote_types(out.dtype, torch.float32))
+        if not self.normalize:
+            out = nn.functional.rms_norm(out, out.shape[-1:], eps=1e-6)
         return (out * self.scale.view(self.heads, -1)).to(v.dtype)
 
     def log_decays(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ _LAZY: dict[str, str] = {
     "LinearDiTTextToImagePipeline": "scanvas.diffusion.pipeline_text",
     "create_denoiser": "scanvas.diffusion.presets",
     "convert_dig_checkpoint": "scanvas.diffusion.convert",
+    "attention_maps": "scanvas.train.maps",
     "linearize": "scanvas.diffusion.linearize",
     "delinearize": "scanvas.diffusion.linearize",
     "save_linearized": "scanvas.diffusion.linear_timm",

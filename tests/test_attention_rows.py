@@ -87,11 +87,9 @@ def test_targets_of_linearize_tell_their_map(target, cfg, rotated, masked):
     angle = torch.randn(17, 4, dtype=torch.float64)
     rotate = rotate_pairs(angle.cos(), angle.sin()) if rotated else None
     weight = torch.rand(2, 17, dtype=torch.float64) if masked else None
-    expected = core.mix(q, k, v, x, rotate, weight)
+    expected = core.attend(q, k, v, x, rotate, weight)
     matrix = sum(core.attention_map_parts(q, k, x, rotate, weight).values())
     out = torch.einsum("bhij,bjhv->bihv", matrix, core.fuse(v))
-    if not cfg.get("normalize", True):
-        out = nn.functional.rms_norm(out, out.shape[-1:], eps=1e-6)
     torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-8)
     rows = torch.tensor([16, 2])
     some = sum(core.attention_map_parts(q, k, x, rotate, weight, rows).values())

@@ -1,0 +1,351 @@
+"""``scanvas.attention_maps``: exact for every family, without ``N²`` memory, and what is told about the maps is true."""
+
+import diffusion_parts
+import linear_parts
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from timm.utils import AttentionExtract
+from torch import nn
+
+import scanvas
+from scanvas.backbones.mixers import MIXERS
+from scanvas.backbones.scan import permutation
+from scanvas.train.maps import deletion_insertion, effective_receptive_field, relevance
+from scanvas.train.maps.relevance import METHODS
+from scanvas.train.maps.statistics import decay_lengths, describe
+from scanvas.train.measure import peak_memory
+
+FAMILIES = [*linear_parts.TIMM, *linear_parts.DIFFUSERS]
+TEXT = {"sd3": slice(24, 29), "flux": slice(0, 5), "qwen": slice(0, 5), "auraflow": slice(0, 13)}
+
+
+def family(name):
+    model, inputs = linear_parts.build(name)
+    return model, inputs.get("x", inputs)
+
+
+def vig(mixer="gla", **kwargs):
+    torch.manual_seed(0)
+    size = {"img_size": (24, 40), "patch_size": 4, "embed_dim": 32, "depth": 2, "mlp_hidden": 32, "num_classes": 5}
+    model = timm.create_model("test_vig", mixer=mixer, **{**size, **kwargs}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+PIXELS = torch.randn(1, 3, 24, 40, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_map_times_values_is_what_the_model_computed(name):
+    model, inputs = family(name)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    maps = scanvas.attention_maps(model, inputs, kind="all")
+    assert maps.error() < 2e-6
+    assert not maps.skipped
+    if name in linear_parts.GRIDS:
+        grids = {(layer.grid[0], layer.grid[1]) for layer in maps}
+        assert {(g[0] * g[1], g[2]) if len(g) == 3 else g for g in linear_parts.GRIDS[name]} == grids
+    for layer in maps:
+        assert layer.rows().dtype == torch.float32
+        if layer.kind == "self" and name in TEXT:
+            assert layer.text == (TEXT[name] if "attn2" not in layer.name else None)
+        if layer.kind == "cross":
+            assert layer.word_maps().shape == (2, layer.heads, layer.keys, *layer.grid)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["vit_reg_qk_norm", "eva02"])
+def test_softmax_maps_are_those_of_timm(name):
+    model, x = family(name)
+    maps = scanvas.attention_maps(model, x)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+    extracted = AttentionExtract(model, method="hook")(x)
+    assert len(extracted) == len(maps)
+    for layer, expected in zip(maps, extracted.values()):
+        torch.testing.assert_close(layer.rows(), expected, atol=1e-6, rtol=1e-5)
+    unfused = scanvas.attention_maps(model, x)  # timm's slow form is recorded as well, and put back
+    torch.testing.assert_close(unfused[0].rows(), maps[0].rows())
+    assert not any(getattr(module, "fused_attn", False) for module in model.modules())
+
+
+@pytest.mark.parametrize("target", ["lit", "linfusion", "hedgehog", "gla"])
+@pytest.mark.parametrize("name", ["eva02", "sd35", "flux"])
+def test_linearised_models_show_their_maps(name, target):
+    model, inputs = family(name)
+    student, _ = scanvas.linearize(model, target)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    teacher, maps = (scanvas.attention_maps(m, inputs) for m in (model, student))
+    assert maps.error() < 5e-6
+    for ours, theirs in zip(maps, teacher):
+        assert (ours.name, ours.grid, ours.prefix, ours.text) == (theirs.name, theirs.grid, theirs.prefix, theirs.text)
+        assert ours.map((1, 2)).shape[-2:] == ours.grid
+
+
+@pytest.mark.parametrize("mixer", [name for name, mixer in MIXERS.items() if getattr(mixer, "has_map", True)])
+def test_every_mixer_in_backbone_and_denoiser(mixer):
+    model = vig(mixer, class_token=True, global_pool="token")
+    maps = scanvas.attention_maps(model, PIXELS, query="class")
+    assert maps.error() < 2e-6
+    assert [layer.grid for layer in maps] == [(6, 10)] * 2
+    torch.testing.assert_close(maps.maps()[1][:, :, 2, 3], maps[1].rows(torch.tensor([0]))[:, :, 0, 1 + 2 * 10 + 3])
+    image = maps[0].rows()[:, :, 1:]
+    torch.testing.assert_close(maps.maps("mean")[0].flatten(2), image.mean(2)[..., 1:], atol=1e-6, rtol=1e-5)
+    denoiser = diffusion_parts.build(mixer, caption_channels=12, num_classes=5)
+    maps = scanvas.attention_maps(denoiser, diffusion_parts.inputs(denoiser, grid=(8, 12)), kind="all")
+    assert maps.error() < 5e-6
+    assert {layer.kind for layer in maps} == {"self", "cross"}
+    assert maps[1].word_maps()[..., 4:, :, :].abs().max() == 0  # the mask of the prompt
+
+
+def test_scan_orders_are_undone():
+    """A denoiser walks columns, or from the end; the map tells of places in the image all the same."""
+    kwargs = {"bidirectional": False, "local": False, "output": "swish"}
+    model = diffusion_parts.build("gla", mixer_kwargs=kwargs)
+    inputs = {"hidden_states": torch.randn(1, 4, 6, 10), "timestep": torch.tensor([5])}
+    maps = scanvas.attention_maps(model, inputs)
+    assert maps.error() < 5e-6
+    for layer, order in zip(maps, model.config.scan_orders):
+        visit = permutation(order, (3, 5))[1]  # when each place is visited
+        assert layer.grid == (3, 5)
+        seen = layer.rows()[0].abs().sum(0) > 0
+        assert torch.equal(seen, visit[None, :] <= visit[:, None])
+
+
+def test_directions_add_up_and_the_rows_are_those_asked_for():
+    layer = scanvas.attention_maps(vig(), PIXELS)[1]
+    both, forward, backward = (layer.map((2, 4), part) for part in ("both", "forward", "backward"))
+    torch.testing.assert_close(forward + backward, both)
+    assert not forward[..., 3:, :].any()
+    assert not backward[..., :2, :].any()
+    torch.testing.assert_close(layer.rows(torch.tensor([24, 3])), layer.rows()[:, :, [24, 3]])
+    torch.testing.assert_close(layer.map(24), both)
+
+
+def test_coarser_stages_show_the_patch_around_the_same_place():
+    torch.manual_seed(0)
+    model = timm.create_model("test_vig_h", num_classes=3).eval()
+    maps = scanvas.attention_maps(model, torch.randn(1, 3, 64, 96), query=(9, 23))
+    grids = [(16, 24), (8, 12), (4, 6), (4, 6), (2, 3)]
+    assert [layer.grid for layer in maps] == grids
+    assert [maps.query_for(layer) for layer in maps] == [(9, 23), (4, 11), (2, 5), (2, 5), (1, 2)]
+    assert [tuple(m.shape[-2:]) for m in maps.maps()] == grids
+    assert maps.error() < 5e-6
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "gla", "linear"])
+def test_4096_tokens_need_no_quadratic_memory(mixer):
+    model = vig(mixer, img_size=16, patch_size=4, depth=1)
+    x = torch.randn(1, 3, 256, 256)
+    square = 4096 * 4096 * 2 * 4  # bytes of the full maps of two heads
+
+    def look():
+        layer = scanvas.attention_maps(model, x)[0]
+        assert layer.map().shape == (1, 2, 64, 64)
+
+    look_at_one = peak_memory(lambda: scanvas.attention_maps(model, x)[0].map((3, 60)), torch.device("cpu"))
+    look_at_all = peak_memory(look, torch.device("cpu"))
+    assert look_at_all < 0.5 * square
+    assert look_at_one < 0.2 * square
+
+
+def test_statistics_of_maps_that_are_known():
+    """Softmax with equal scores: entropy 1, and the mean distance of a uniform row. Decays set by hand."""
+    model = vig("softmax", depth=1)
+    nn.init.zeros_(model.blocks[0].mixer.to_qkv.weight[:64])
+    nn.init.zeros_(model.blocks[0].mixer.to_qkv.bias[:64])
+    row = describe(scanvas.attention_maps(model, PIXELS)[0])
+    place = torch.cartesian_prod(torch.arange(6.0), torch.arange(10.0))
+    torch.testing.assert_close(row["entropy"], torch.ones(2))
+    torch.testing.assert_close(row["distance"], torch.cdist(place, place).mean().expand(2))
+    assert row["decay_length"] is row["local_share"] is row["negative_share"] is None
+
+    model = vig(depth=1)
+    decay = model.blocks[0].mixer.decay_proj
+    nn.init.zeros_(decay[1].weight)
+    with torch.no_grad():  # log σ(x)/16 = −1/20 for one head, −1/5 for the other, in both directions
+        lengths = torch.tensor([20.0, 5.0]).repeat_interleave(8).repeat(2)
+        probability = (-16 / lengths).exp()
+        decay[1].bias.copy_((probability / (1 - probability)).log())
+    layer = scanvas.attention_maps(model, PIXELS)[0]
+    torch.testing.assert_close(decay_lengths(layer), lengths.view(2, 2, 8))
+    row = describe(layer)
+    torch.testing.assert_close(row["decay_length"], torch.tensor([20.0, 5.0]))
+    assert 0 < row["negative_share"].min() < row["negative_share"].max() < 1
+    with torch.no_grad():
+        model.blocks[0].mixer.gate_proj.weight.zero_()
+        model.blocks[0].mixer.gate_proj.bias.fill_(30.0)
+    assert describe(scanvas.attention_maps(model, PIXELS)[0])["local_share"].max() < 1e-6
+    assert "decay (tokens)" in str(scanvas.attention_maps(model, PIXELS))
+
+
+def test_effective_receptive_field():
+    """Of a 3×3 convolution: nine pixels. Of a ViG: everything, the place itself most."""
+
+    class Blur(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+        def forward(self, x):
+            return (self.conv(x),)
+
+    field = effective_receptive_field(Blur(), torch.randn(1, 3, 9, 11), at=(4, 5))
+    expected = torch.zeros(9, 11, dtype=torch.bool)
+    expected[3:6, 4:7] = True
+    assert torch.equal(field.map > 0, expected)
+    assert field.radius(1.0) == pytest.approx(2**0.5)
+    assert field.area(1.0) == pytest.approx(9 / 99)
+    field = effective_receptive_field(vig(), PIXELS, at=(3, 7), layer=-1)
+    assert (field.map > 0).all()
+    assert field.centre == (13.5, 29.5)
+    row, column = divmod(int(field.map.argmax()), 40)
+    assert abs(row - 13.5) < 4
+    assert abs(column - 29.5) < 4
+
+
+@pytest.mark.parametrize(("mixer", "cfg"), [("gla", {}), ("softmax", {"class_token": True, "global_pool": "token"})])
+def test_relevance_beats_chance_by_deletion_and_insertion(mixer, cfg):
+    """A classifier of handwritten digits, trained here: taking away the patches that relevance ranks first hurts more
+    than taking away random ones, and putting them in first helps more."""
+    data = load_digits()
+    x = torch.tensor(data.images / 8 - 1, dtype=torch.float32)[:, None].repeat_interleave(2, 2).repeat_interleave(2, 3)
+    y = torch.tensor(data.target)
+    torch.manual_seed(0)
+    size = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "mlp_hidden": 64, "in_chans": 1}
+    model = timm.create_model("test_vig", mixer=mixer, num_classes=10, **size, **cfg)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, 80)
+    for _ in range(80):
+        chosen = torch.randint(0, 1500, (64,))
+        nn.functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
+        optimizer.step(), optimizer.zero_grad(), schedule.step()
+    model.eval()
+    images, classes = x[1500:1532], y[1500:1532]
+    importance = {m: relevance(model, images, classes, method=m, first_layer=0) for m in METHODS}
+    importance["random"] = torch.rand(32, 4, 4)
+    importance["opposite"] = -importance["gradient"]
+    gap = dict.fromkeys(importance, 0.0)
+    for i in range(32):
+        for name, value in importance.items():
+            found = deletion_insertion(model, images[i : i + 1], value[i], int(classes[i]), steps=8, baseline=-1.0)
+            gap[name] += (found["insertion_area"] - found["deletion_area"]).item() / 32
+    assert min(gap[method] for method in METHODS) > gap["random"] + 0.08, gap
+    assert gap["opposite"] < gap["random"], gap
+
+
+def test_relevance_by_hand():
+    """Two layers, in full matrices."""
+    model, x = vig("softmax", class_token=True, global_pool="token"), PIXELS
+    model.requires_grad_(False)
+    got = relevance(model, x, 3, method="token_gradient", first_layer=0)
+    layers = scanvas.attention_maps(model, x)
+    row = torch.eye(61)[:1]
+    tokens = model._embed(x)[0]
+    gradients = []
+    for block in model.blocks:  # of the logit with respect to the residual behind each mixer
+        middle = (tokens + block.mixer(block.norm1(tokens), (6, 10), 1)).detach().requires_grad_()
+        rest = middle + block.mlp(block.norm2(middle))
+        tokens = rest.detach()
+        for later in model.blocks[len(gradients) + 1 :]:
+            rest = later(rest, (6, 10), 1)
+        logit = model.forward_head(model.norm(rest))[0, 3]
+        gradients.append(torch.autograd.grad(logit, middle)[0][0])
+    for layer, gradient in zip(reversed(layers.layers), reversed(gradients)):
+        s = gradient.amax(-1).clamp(min=0)
+        s = (s - s.min()) / (s.max() - s.min())
+        a = layer.rows()[0].mean(0) * s
+        a = (a - a.min()) / (a.max() - a.min()) + torch.eye(61)
+        row = row @ (a / a.sum(-1, keepdim=True))
+    expected = row[:, 1:] / row[:, 1:].sum()
+    torch.testing.assert_close(got.flatten(1), expected, atol=1e-6, rtol=1e-4)
+    hierarchical = timm.create_model("test_vig_h", num_classes=3)
+    for method in METHODS:
+        assert relevance(hierarchical, torch.randn(1, 3, 64, 96), method=method, first_layer=0).shape[1:] == (16, 24)
+
+
+@pytest.mark.parametrize("name", ["gla", "softmax", "vit", "linearised"])
+def test_gradient_relevance_is_that_of_the_map_itself(name):
+    """One layer: map × its gradient, where the gradient is got by autograd through the full matrix."""
+    if name in ("gla", "softmax"):
+        model = vig(name, depth=1)
+        block = model.blocks[0]
+    else:
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_patch16_224", img_size=(24, 40), patch_size=4, depth=1, num_classes=5)
+        if name == "linearised":
+            model, _ = scanvas.linearize(model, "gla")
+    model.requires_grad_(False)
+    got = relevance(model, PIXELS, 3)
+    layer = scanvas.attention_maps(model, PIXELS)[0]
+    matrix, values = layer.rows().requires_grad_(), layer.values()
+    attended = (matrix @ values).transpose(1, 2)
+    if name in ("gla", "softmax"):
+        tokens, grid = model._embed(PIXELS)
+        x = tokens + block.mixer.project(block.norm1(tokens), attended, grid)
+        x = x + block.mlp(block.norm2(x))
+    else:
+        tokens = model.norm_pre(model._pos_embed(model.patch_embed(PIXELS)))
+        block = model.blocks[0]
+        x = tokens + block.attn.proj(attended.flatten(2))
+        x = x + block.mlp(block.norm2(x))
+    logit = model.forward_head(model.norm(x))[0, 3]
+    (slope,) = torch.autograd.grad(logit, matrix)
+    weight = (matrix.detach() * slope).clamp(min=0).mean(1)[0]
+    row = weight[0] if layer.prefix else weight.mean(0)
+    expected = row[layer.prefix :] / row[layer.prefix :].sum()
+    torch.testing.assert_close(got.flatten(), expected, atol=1e-6, rtol=1e-3)
+
+
+def test_photographs_keep_their_shape(tmp_path):
+    photo = Image.fromarray(np.random.default_rng(0).integers(0, 255, (43, 64, 3), dtype=np.uint8))
+    photo.save(tmp_path / "photo.png")
+    maps = scanvas.attention_maps(vig(patch_size=8), tmp_path / "photo.png", query=(0, 7))
+    assert (maps.grid, maps.picture.size) == ((5, 8), (64, 40))
+    assert scanvas.attention_maps(vig(patch_size=8), photo, size=32).grid == (3, 4)
+    vit = timm.create_model("test_vit", img_size=64, dynamic_img_size=False, num_classes=3)
+    assert scanvas.attention_maps(vit, photo).grid == (4, 4)  # takes nothing but its own size
+    vit.set_input_size((48, 64))
+    assert scanvas.attention_maps(vit, photo).grid == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"layers": 2}, r"layers: 2 is none of the 2 that ran; give numbers from -2 to 1.*blocks\.0\.mixer"),
+        ({"layers": "stages.*"}, "layers: 'stages"),
+        ({"query": (6, 0)}, r"query must be \(row, column\) within 6×10 patches .* got \(6, 0\)"),
+        ({"query": "class"}, "no class token; 'mean'"),
+        ({"query": "median"}, "query must be .*'median'"),
+        ({"kind": "other"}, "kind must be"),
+        ({"kind": "cross"}, "no cross-attention of Vig"),
+    ],
+)
+def test_what_is_not_there_is_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        scanvas.attention_maps(vig(), PIXELS, **kwargs)
+    with pytest.raises(ValueError, match="part must be one of both, forward, backward"):
+        scanvas.attention_maps(vig(), PIXELS)[0].rows(part="up")
+    with pytest.raises(ValueError, match="sees no text"):
+        scanvas.attention_maps(vig(), PIXELS)[0].word_maps()
+
+
+def test_layers_by_number_name_and_pattern():
+    model = vig()
+    names = ["blocks.0.mixer", "blocks.1.mixer"]
+    for layers, expected in ((-1, names[1:]), ([1, 0], names), ("blocks.*", names), ("blocks.0.mixer", names[:1])):
+        assert [layer.name for layer in scanvas.attention_maps(model, PIXELS, layers)] == expected
+    assert model.training is False
+    model.train()
+    scanvas.attention_maps(model, PIXELS)
+    assert model.training

@@ -1,0 +1,16 @@
+"""Looking inside: attention maps of anything scanvas, timm and diffusers build, exact and without ``N²`` memory."""
+
+from .api import AttentionMaps, attention_maps
+from .layers import LayerMap
+from .receptive import ReceptiveField, effective_receptive_field
+from .relevance import deletion_insertion, relevance
+
+__all__ = [
+    "AttentionMaps",
+    "LayerMap",
+    "ReceptiveField",
+    "attention_maps",
+    "deletion_insertion",
+    "effective_receptive_field",
+    "relevance",
+]
