@@ -1,4 +1,4 @@
-"""``scanvas.attention_maps``: exact for every family, without ``N²`` memory, and what is told about the maps is true."""
+"""``scanvas.attention_maps``: exact for every family, without ``N²`` memory; what is told about maps is true."""
 
 import diffusion_parts
 import linear_parts

@@ -13,8 +13,8 @@ from .inputs import call, first_image, open_image, prepare
 
 @dataclass
 class ReceptiveField:
-    """``map`` ``(H, W)``: root mean square influence of each pixel of the input; ``centre``: the pixel ``(row, column)``
-    in the middle of the place that was looked at."""
+    """``map`` ``(H, W)``: root mean square influence of each pixel of the input; ``centre``: the pixel
+    ``(row, column)`` in the middle of the place that was looked at."""
 
     map: Tensor
     centre: tuple[float, float]
@@ -46,8 +46,8 @@ def effective_receptive_field(
 ) -> ReceptiveField:
     """Gradient of the features at one place with respect to the input (Luo et al., arXiv:1701.04128).
 
-    The root mean square over random directions of the features, batch and channels: an estimate of the Frobenius norm of
-    the Jacobian. (The sum of the features, which is often used, is constant after a LayerNorm.)
+    The root mean square over random directions of the features, batch and channels: an estimate of the Frobenius norm
+    of the Jacobian. (The sum of the features, which is often used, is constant after a LayerNorm.)
 
     Args:
         model: a timm model, or a denoiser, whose output is then what is looked at.
@@ -67,10 +67,7 @@ def effective_receptive_field(
     if pixels is None:
         raise ValueError("image must be an image, its path, a tensor (B, C, H, W) or a dict that holds one")
     x = pixels.detach().clone().requires_grad_()
-    if isinstance(given, dict):
-        given = {key: x if value is pixels else value for key, value in given.items()}
-    else:
-        given = x
+    given = {key: x if value is pixels else value for key, value in given.items()} if isinstance(given, dict) else x
     training = model.training
     model.eval()
     try:

@@ -25,8 +25,8 @@ _SANA_EPS = 1e-15  # of diffusers' SanaLinearAttnProcessor2_0
 
 
 class Recorder(TorchFunctionMode):
-    """``with Recorder(model) as recorder: model(...)`` fills ``recorder.layers``, one ``LayerMap`` for each attention in
-    the order in which they ran. A further forward pass starts afresh.
+    """``with Recorder(model) as recorder: model(...)`` fills ``recorder.layers``, one ``LayerMap`` for each attention
+    in the order in which they ran. A further forward pass starts afresh.
 
     Softmax attention is taken from the very call of ``scaled_dot_product_attention``, so norms of queries and keys,
     rotary positions, masks and grouped heads are in it whatever the model; mixers, linearised layers and SANA's own
