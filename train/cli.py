@@ -3,7 +3,7 @@ imported when the command is run, so that ``scanvas --help`` stays quick.
 
 To add a command: a function decorated with ``@command("name", help)`` that takes the parsed arguments, preceded by its
 arguments (``argument(...)``). ``"train classify"`` is a command of the group ``train``. Those of painting are in
-cli_paint.py.
+cli_paint.py, of looking inside in cli_maps.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import cli_distill, cli_linearize, cli_paint  # noqa: F401 - they register their commands
+from . import cli_distill, cli_linearize, cli_maps, cli_paint  # noqa: F401 - they register their commands
 from .commands import COMMANDS, CONFIG, DEVICE, JSON, OVERRIDES, argument, command, print_table
 
 _GROUPS = {

@@ -1,0 +1,110 @@
+"""``scanvas attention-map``: what the patches of an image look at, as a picture or as a page to move over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import scanvas
+
+from .config import ModelConfig
+from .errors import CheckpointError, DataError, UserError
+from .evaluate import pick_device
+from .maps import AttentionMaps, attention_maps
+from .maps.inputs import fixed_size, stride_of
+from .models import build_model, load_classifier
+from .samples import UNREADABLE, read_image
+
+SHOWN = 4
+"""Layers of the figure, if none are asked for, spread over the depth."""
+
+
+def parse_query(text: str) -> tuple[int, int] | str:
+    """``"5,20"`` → ``(5, 20)``; ``"mean"`` and ``"class"`` as they are. Raises UserError for anything else."""
+    if text in ("mean", "class", "middle"):
+        return text
+    numbers = text.split(",")
+    if len(numbers) != 2 or not all(n.strip().isdigit() for n in numbers):
+        raise UserError(f"--query must be ROW,COLUMN in patches, 'middle', 'mean' or 'class'; got {text!r}")
+    return int(numbers[0]), int(numbers[1])
+
+
+def parse_layers(text: str | None) -> list[int | str] | None:
+    """``"0,5,-1"`` or names and patterns → a list; ``"all"`` → ``None``."""
+    return None if text in (None, "all") else [part.strip() for part in text.split(",")]
+
+
+def load_model(name: str | None, checkpoint: str | None, pretrained: bool):
+    """A timm model by name, or from a directory that training or ``save_linearized`` wrote."""
+    if (name is None) == (checkpoint is None):
+        raise UserError("give either --model, a timm model's name, or --checkpoint, a directory that training wrote")
+    if checkpoint is None:
+        return build_model(ModelConfig(name=name, pretrained=pretrained), num_classes=1000)
+    config = Path(checkpoint) / "config.json"
+    if config.is_file() and "linearization" in json.loads(config.read_text(encoding="utf-8")):
+        try:
+            return scanvas.load_linearized(checkpoint)
+        except (ValueError, RuntimeError, OSError) as error:
+            raise CheckpointError(f"cannot read checkpoint {checkpoint!r}: {error}") from error
+    return load_classifier(checkpoint)
+
+
+def look(
+    image: str,
+    *,
+    model: str | None = None,
+    checkpoint: str | None = None,
+    pretrained: bool = False,
+    query: str = "middle",
+    layers: str | None = None,
+    out: str | None = None,
+    html: str | None = None,
+    heads: bool = True,
+    size: int | None = None,
+    device: str | None = None,
+) -> tuple[AttentionMaps, list[str]]:
+    """Write the figure ``out`` (``map.png`` if neither is asked for) and the page ``html``; returns the maps and files.
+
+    Raises UserError for a query, layer or model that is not there, DataError for an unreadable image.
+    """
+    wanted = parse_query(query)
+    for name, path, endings in (("--out", out, (".png", ".pdf", ".svg", ".jpg")), ("--html", html, (".html", ".htm"))):
+        if path is not None and Path(path).suffix.lower() not in endings:
+            raise UserError(f"{name} must end in {', '.join(endings)}; got {path!r}")
+    try:
+        picture = read_image(Path(image))
+    except UNREADABLE as error:
+        raise DataError(f"cannot read image {image}: {type(error).__name__}: {error}") from error
+    built = load_model(model, checkpoint, pretrained).to(pick_device(device)).eval()
+    if fixed_size(built) and hasattr(built, "set_input_size"):  # made for one size: the photograph keeps its shape
+        factor = 1.0 if size is None else size / max(picture.size)
+        stride = stride_of(built)
+        height, width = (max(1, round(n * factor / stride)) * stride for n in (picture.height, picture.width))
+        built.set_input_size((height, width))
+    try:
+        maps = attention_maps(built, picture, query="mean", size=size)
+        maps.query = tuple(n // 2 for n in maps.grid) if wanted == "middle" else wanted
+        for layer in maps if wanted != "mean" else ():
+            layer.token(maps.query_for(layer))
+        chosen = _choose(maps, parse_layers(layers), everything=layers == "all")
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    files = []
+    if html is not None:
+        page = AttentionMaps(maps.layers if layers is None else chosen, maps.query, maps.picture, maps.skipped)
+        files.append(str(page.page(html, title=f"What does each patch of {Path(image).name} look at?")))
+    if out is not None or html is None:
+        shown = AttentionMaps(chosen, maps.query, maps.picture, maps.skipped)
+        shown.plot(out or "map.png", heads=heads)
+        files.append(out or "map.png")
+    return maps, files
+
+
+def _choose(maps: AttentionMaps, wanted: list[Any] | None, everything: bool) -> list[Any]:
+    from .maps.inputs import pick_layers
+
+    if wanted is not None or everything:
+        return pick_layers(maps.layers, wanted)
+    last = len(maps) - 1
+    return [maps[i] for i in sorted({round(i * last / (SHOWN - 1)) for i in range(SHOWN)})]

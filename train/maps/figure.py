@@ -1,0 +1,129 @@
+"""The figure of ``AttentionMaps.plot``: layers below one another, heads beside one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from . import statistics
+from .layers import LayerMap, Query
+from .overlay import mark, overlay
+
+if TYPE_CHECKING:
+    from .api import AttentionMaps
+
+MOST_HEADS = 6
+_NOTE = (
+    "Yellow: most weight; grey: least; blue: negative. Under a panel: the range of the weights as multiples of their "
+    "average size; reach = mean distance of what is looked at, in patches; decay = tokens until a scan has forgotten "
+    "all but 1/e; local = share of a layer's output that a convolution gives, not attention."
+)
+
+
+def draw(
+    maps: AttentionMaps,
+    path: str | Path | None = None,
+    *,
+    query: Query | None = None,
+    heads: bool = True,
+    title: str = "",
+):
+    """One row for each layer: the mean of its heads, the directions of its scan, up to six heads, with what
+    ``describe`` says of them. Arguments as for ``AttentionMaps.plot``; returns a matplotlib figure.
+
+    Raises:
+        ValueError: there is no picture, or the layers look at text only.
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("agg", force=False)
+    from matplotlib.figure import Figure
+
+    if maps.picture is None:
+        raise ValueError("there is no picture to draw on: the model was given no image and no latents")
+    layers = [layer for layer in maps if layer.kind == "self" and layer.grid is not None]
+    if not layers:
+        raise ValueError("none of the layers looks at the image; word_maps() shows attention to text")
+    panels = [_panels(layer, maps.query_for(layer, query), heads) for layer in layers]
+    columns = 1 + max(len(row) for row in panels)
+    ratio = maps.picture.height / maps.picture.width
+    width = 2.3
+    height = (width * ratio + 0.48) * len(layers) + 1.0
+    figure = Figure(figsize=(width * columns, height), dpi=110, layout="none")
+    figure.patch.set_facecolor("white")
+    grid = figure.add_gridspec(
+        len(layers),
+        columns,
+        left=0.012,
+        right=0.988,
+        top=1 - 0.62 / height,
+        bottom=0.42 / height,
+        wspace=0.05,
+        hspace=0.30,
+    )
+    asked = maps.query if query is None else query
+    figure.suptitle(title or f"What {_words(asked)} looks at", x=0.012, ha="left", y=1 - 0.12 / height, fontsize=13)
+    figure.text(0.012, 0.12 / height, _NOTE, fontsize=7.5, color="0.35")
+    for i, (layer, row) in enumerate(zip(layers, panels)):
+        place = maps.query_for(layer, query)
+        first = figure.add_subplot(grid[i, 0])
+        first.imshow(mark(maps.picture, place, layer.grid))
+        _caption(first, layer.name, f"{layer.grid[0]}×{layer.grid[1]} patches" + _of_layer(layer))
+        for j, (name, values, note) in enumerate(row):
+            axes = figure.add_subplot(grid[i, 1 + j])
+            axes.imshow(mark(overlay(maps.picture, values, signed=layer.signed), place, layer.grid))
+            _caption(axes, name, note)
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    return figure
+
+
+def _words(query: Any) -> str:
+    known = {"mean": "the average patch", "class": "the class token"}
+    if isinstance(query, str):
+        return known.get(query, query)
+    return f"token {query}" if isinstance(query, int) else f"the patch in row {query[0]}, column {query[1]}"
+
+
+def _caption(axes, title: str, note: str) -> None:
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_title(title, fontsize=8.5, pad=3, loc="left")
+    axes.set_xlabel(note, fontsize=7, labelpad=2, color="0.3", loc="left")
+
+
+def _of_layer(layer: LayerMap) -> str:
+    share = statistics.local_share(layer)
+    return "" if share is None else f" · local {100 * share.mean():.0f} %"
+
+
+def _panels(layer: LayerMap, query: Query, heads: bool) -> list[tuple[str, Tensor, str]]:
+    """``(title, (H, W), note)`` for the panels of a layer; the first sample of a batch."""
+    found = statistics.describe(layer)
+    both = layer.map(query)[0].float().cpu()
+    panels = [("mean of heads", both.mean(0), _note(both.mean(0), found, None))]
+    if len(layer.directions) > 1:
+        names = {"forward": "from the left and above", "backward": "from the right and below"}
+        for part in layer.directions:
+            values = layer.map(query, part)[0].float().cpu().mean(0)
+            panels.append((names[part], values, _note(values, None, None)))
+    if heads and layer.heads > 1:
+        for head in range(min(layer.heads, MOST_HEADS)):
+            more = f" of {layer.heads}" if layer.heads > MOST_HEADS else ""
+            panels.append((f"head {head + 1}{more}", both[head], _note(both[head], found, head)))
+    return panels
+
+
+def _note(values: Tensor, found: dict[str, Any] | None, head: int | None) -> str:
+    relative = values / values.abs().mean().clamp(min=1e-30)
+    parts = [" to ".join(f"{x:.0f}" if abs(x) >= 10 else f"{x:.1f}" for x in (relative.min(), relative.max())) + "×"]
+    for key, form in (("distance", "reach {:.1f}"), ("decay_length", "decay {:.0f}")):
+        if found is not None and found[key] is not None:
+            parts.append(form.format((found[key].mean() if head is None else found[key][head]).item()))
+    return " · ".join(parts)
