@@ -32,6 +32,7 @@ _LAZY: dict[str, str] = {
     "create_denoiser": "scanvas.diffusion.presets",
     "convert_dig_checkpoint": "scanvas.diffusion.convert",
     "attention_maps": "scanvas.train.maps",
+    "attention_over_steps": "scanvas.train.maps",
     "linearize": "scanvas.diffusion.linearize",
     "delinearize": "scanvas.diffusion.linearize",
     "save_linearized": "scanvas.diffusion.linear_timm",

@@ -6,11 +6,14 @@ import sys
 
 from .commands import DEVICE, argument, command
 
+_OF_IMAGES = ("model", "checkpoint", "pretrained", "no_heads", "size", "html")
+_OF_PIPELINES = ("prompt", "label", "words", "steps", "guidance", "seed", "gif")
+
 
 @command(
     "attention-map",
     "which tokens does each head look at, and how far: a picture, or a page to move over",
-    argument("image", metavar="IMAGE", help="a photograph of any size and shape"),
+    argument("image", nargs="?", metavar="IMAGE", help="a photograph of any size and shape"),
     argument("--model", metavar="NAME", help="a timm model, e.g. vig_tiny_patch16_224"),
     argument("--checkpoint", metavar="DIR", help="instead: a directory that training wrote, such as RUN/best"),
     argument("--pretrained", action="store_true", help="load the weights that timm has for --model"),
@@ -20,9 +23,33 @@ from .commands import DEVICE, argument, command
     argument("--size", type=int, help="pixels of the longer side; by default those of the image"),
     argument("--out", metavar="PNG", help="the figure; map.png by default, if there is no --html"),
     argument("--html", metavar="HTML", help="a page that needs no network: move over a patch to see what it looks at"),
+    argument("--pipeline", metavar="DIR", help="instead of an image: watch a saved pipeline paint one, step by step"),
+    argument("--prompt", help="what it paints; maps of each word"),
+    argument("--label", help="or the class, by number or name; maps of --query"),
+    argument("--words", metavar="LIST", help="words of the prompt to show, with commas; by default all"),
+    argument("--steps", type=int, help="of the scheduler"),
+    argument("--guidance", type=float, help="strength of classifier-free guidance"),
+    argument("--seed", type=int, help="of the noise, 0 by default"),
+    argument("--gif", metavar="GIF", help="an animation of the steps"),
     DEVICE,
 )
 def _attention_map(args) -> None:
+    from .errors import UserError
+
+    if (args.image is None) == (args.pipeline is None):
+        raise UserError("give either an image or --pipeline")
+    foreign = _OF_PIPELINES if args.pipeline is None else _OF_IMAGES
+    used = [name for name in foreign if getattr(args, name) not in (None, False)]
+    if used:
+        shown = ", ".join(f"--{name.replace('_', '-')}" for name in used)
+        raise UserError(f"{shown}: only {'with --pipeline' if args.pipeline is None else 'with an image'}")
+    if args.pipeline is not None:
+        from .attention_steps import watch
+
+        same = ("prompt", "label", "words", "query", "layers", "steps", "guidance", "out", "gif", "device")
+        _, files = watch(args.pipeline, **{name: getattr(args, name) for name in same}, seed=args.seed or 0)
+        print("\n".join(files))
+        return
     from .attention_map import look
 
     same = ("model", "checkpoint", "pretrained", "query", "layers", "out", "html", "size", "device")

@@ -4,12 +4,15 @@ from .api import AttentionMaps, attention_maps
 from .layers import LayerMap
 from .receptive import ReceptiveField, effective_receptive_field
 from .relevance import deletion_insertion, relevance
+from .steps import StepMaps, attention_over_steps
 
 __all__ = [
     "AttentionMaps",
     "LayerMap",
     "ReceptiveField",
+    "StepMaps",
     "attention_maps",
+    "attention_over_steps",
     "deletion_insertion",
     "effective_receptive_field",
     "relevance",
