@@ -214,7 +214,8 @@ def _softmax_layers(adapter: Adapter, model: nn.Module) -> dict[str, nn.Module]:
             "the model has LoRA layers: fuse_lora() and unload them before linearize, load them again after"
         )
     # Such hooks hold on to the modules they were made for, and would go on calling those that are replaced.
-    if any(hasattr(m, "_hf_hook") or hasattr(m, "_diffusers_hook") for m in model.modules()):
+    # (A pipeline that has painted leaves an empty list of them behind.)
+    if any(hasattr(m, "_hf_hook") or getattr(getattr(m, "_diffusers_hook", None), "hooks", 0) for m in model.modules()):
         raise ValueError(
             "the model has hooks of offloading, layerwise casting or a cache: linearize first, enable them afterwards"
         )
