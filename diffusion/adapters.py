@@ -198,12 +198,12 @@ for _adapter in (
     Adapter("SanaTransformer2DModel", r"transformer_blocks\.\d+\.attn1"),
     Adapter("SD3Transformer2DModel", r"transformer_blocks\.\d+\.attn2?", module_options=_text_last),
     Adapter("HunyuanDiT2DModel", r"blocks\.\d+\.attn1"),
-    # Captions of several lengths in a batch put the images at several places: no convolution unless it is asked for.
+    # Captions of several lengths in a batch put the images at several places: no convolutions unless asked for.
     Adapter(
         "Lumina2Transformer2DModel",
         r"layers\.\d+\.attn",
         module_options=_any_prefix,
-        options={"lit": {"kernel_size": 0}},
+        options={"lit": {"kernel_size": 0}, "t5": {"qk_kernel_size": 0}},
     ),
     Adapter(
         "AuraFlowTransformer2DModel",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scanvas.backbones.mixers.hybrid import factor_logit
 from scanvas.backbones.mixers.linear import LinearAttention
 
 from .linear_attention_modules import LinearizedLayer, TimmAttention
@@ -18,6 +19,8 @@ from .linear_swap import Replacements, add_hooks
 
 _TEMPERATURES = (1.0, 0.25, 0.5, 2.0, 4.0, 8.0)
 _DECAYS = (0.5, 0.9, 0.99, 0.9999)
+_FACTORS = (0.01, 0.5, 0.9, 0.99)
+_SCALES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _RIDGE = 1e-6
 
 
@@ -210,21 +213,37 @@ def _convolution_equations(values: Tensor, target: Tensor, grid: tuple[int, int]
     return torch.einsum("bcin,bcjn->cij", patches, patches), torch.einsum("bcin,bnc->ci", patches, target)
 
 
-def _candidates(layer: nn.Module) -> dict[str, list[Tensor]]:
-    """Tensors for which a few settings are tried: name → their values. The first setting is the present one."""
+def _candidates(layer: nn.Module, turn: int) -> dict[str, list[Tensor]]:
+    """Tensors for which a few settings are tried in a turn: name → their values. The first is the present one."""
     owner, prefix = (layer.core, "core.") if isinstance(layer, LinearizedLayer) else (layer, "")
-    if hasattr(owner, "q_features"):
-        names = ("q_features.weight", "k_features.weight")
-        return {prefix + n: [owner.get_parameter(n).detach() * t for t in _TEMPERATURES] for n in names}
-    if hasattr(owner, "decay_proj"):
-        bias = owner.decay_proj[1].bias.detach()
-        return {prefix + "decay_proj.1.bias": [bias.clone(), *(torch.full_like(bias, decay_logit(d)) for d in _DECAYS)]}
+
+    def scaled(names: Iterable[str], factors: Iterable[float]) -> dict[str, list[Tensor]]:
+        return {prefix + n: [owner.get_parameter(n).detach() * t for t in factors] for n in names}
+
+    def filled(name: str, logits: Iterable[float]) -> dict[str, list[Tensor]]:
+        present = owner.get_parameter(name).detach()
+        return {prefix + name: [present.clone(), *(torch.full_like(present, logit) for logit in logits)]}
+
+    if hasattr(owner, "factor") and turn == 0:
+        return filled("factor.weight", map(factor_logit, _FACTORS))
+    if hasattr(owner, "q_features") and turn == 1:
+        return scaled(("q_features.weight", "k_features.weight"), _TEMPERATURES)
+    if hasattr(owner, "decay_proj") and turn == 1:
+        return filled("decay_proj.1.bias", map(decay_logit, _DECAYS))
+    if hasattr(owner, "inner"):
+        return scaled(("inner.w1", "inner.w2") if turn == 0 else ("inner.w3",), _SCALES)
     return {}
 
 
 def _search(model: nn.Module, replacements: Replacements, batches: list, fitted: dict) -> None:
-    """The temperature of Hedgehog's features and the decay of gated layers: the best of a few, layer by layer."""
-    tried = {path: values for path, layer in replacements.items() if (values := _candidates(layer))}
+    """What stands outside of all sums: the temperature of Hedgehog's features, the decay of gated layers, a hybrid's
+    weight of the softmax, the scale of an inner network. The best of a few, layer by layer."""
+    for turn in range(2):
+        _search_turn(model, replacements, batches, fitted, turn)
+
+
+def _search_turn(model: nn.Module, replacements: Replacements, batches: list, fitted: dict, turn: int) -> None:
+    tried = {path: values for path, layer in replacements.items() if (values := _candidates(layer, turn))}
     if not tried:
         return
     count = len(next(iter(next(iter(tried.values())).values())))

@@ -9,6 +9,7 @@ from timm.layers import apply_rot_embed_cat
 from torch import Tensor, nn
 
 from .linear_cores import TARGETS, LinearCore
+from .linear_cores_placed import PlacedCore
 
 # Keywords that diffusers hands to every attention of a model, and which softmax self-attention ignores as well.
 _IGNORED = ("scale", "ip_adapter_masks", "temb")
@@ -101,22 +102,30 @@ class LinearizedLayer(nn.Module):
 
     def start_of_image(self, tokens: int, others: int | None) -> tuple[int, tuple[int, ...] | None]:
         """First image token and the grid, where the image comes last of ``tokens``, after ``others`` (``None``: an
-        unknown number). Without a convolution nobody needs them, and no grid is asked for."""
-        if self.core.conv is None:
+        unknown number). A core that does not need them asks for no grid."""
+        if not self.core.needs_grid:
             return 0, None
         grid = self.record.value
         if grid is None:
             raise ValueError(
                 "the grid of the image's tokens is not known: the layer was called without its model, or there are "
-                "several images in one sequence, which needs kernel_size=0"
+                f"several images in one sequence, which needs {self.without_grid()}"
             )
         start = tokens - math.prod(grid)
         if start < 0 or (others is not None and start != others):
             raise ValueError(
                 f"a grid of {'×'.join(map(str, grid))} does not match {tokens - (others or 0)} image tokens; dropped "
-                "patches and several images in one sequence need kernel_size=0"
+                f"patches and several images in one sequence need {self.without_grid()}"
             )
         return start, grid
+
+    def without_grid(self) -> str:
+        """How to linearise so that no grid is needed, for messages."""
+        if not isinstance(self.core, PlacedCore):
+            return "kernel_size=0"
+        if hasattr(self.core, "q_conv"):
+            return "kernel_size=0 and qk_kernel_size=0"
+        return f"another target than {self.target!r}, such as 'hedgehog', with kernel_size=0"
 
     def _split(self, x: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
         across = (
@@ -216,10 +225,10 @@ class StreamAttention(LinearizedLayer):
         x = torch.cat([x for x, _ in streams], dim=1) if text is not None else hidden_states
 
         B, N = q.shape[:2]
-        if attention_mask is not None and self.prefix is None and self.core.conv is not None:
+        if attention_mask is not None and self.prefix is None and self.core.needs_grid:
             raise ValueError(
-                "attention_mask: with captions of several lengths the convolution can not know where each "
-                "image lies; linearize with kernel_size=0, or call the model with one length at a time"
+                "attention_mask: with captions of several lengths it is not known where each image lies; call the "
+                f"model with one length at a time, or linearize to {self.without_grid()}"
             )
         weight = key_weight(attention_mask, B, N)
         if encoder_hidden_states_mask is not None:

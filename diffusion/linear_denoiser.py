@@ -12,14 +12,26 @@ from .adapters import Adapter, register_adapter
 from .linear_attention_modules import GridRecord
 from .linear_cores import decay_logit
 
-MIXER_OF = {"lit": "linear", "linfusion": "linfusion", "hedgehog": "hedgehog", "gla": "gla"}
+MIXER_OF = {
+    "lit": "linear",
+    "linfusion": "linfusion",
+    "hedgehog": "hedgehog",
+    "gla": "gla",
+    "local": "local",
+    "t5": "t5",
+    "hybrid": "hybrid",
+}
 """Target → mixer."""
 _OPTIONS = {
     "lit": ("kernel_size", "eps"),
     "linfusion": ("hidden", "eps"),
     "hedgehog": ("eps",),
     "gla": ("gate_rank",),
+    "local": ("radius", "pool", "base_tokens"),
+    "t5": (),
+    "hybrid": ("radius", "every", "softmax_factor"),
 }
+_LIKE_SOFTMAX = ("local", "hybrid")  # mixers with norms and rotary positions on queries and keys
 
 
 def mixer_config(spec: dict[str, Any], original: SoftmaxAttention) -> dict[str, Any]:
@@ -33,6 +45,12 @@ def mixer_config(spec: dict[str, Any], original: SoftmaxAttention) -> dict[str, 
         config.update(expand_k=1.0, rope=original.rope)
     else:
         config["qkv_bias"] = original.to_out[0].bias is not None
+    if target == "t5":
+        config["kernel_size"] = spec["options"]["qk_kernel_size"]
+    if target in _LIKE_SOFTMAX:
+        config["rope"] = original.rope
+        if not isinstance(original.q_norm, nn.Identity):
+            config.update(qk_norm=True, norm_eps=original.q_norm.eps)
     return config
 
 
@@ -45,7 +63,7 @@ def write_entries(model: nn.Module, entries: dict[str, dict] | None) -> None:
 class DenoiserAdapter(Adapter):
     """Exchanges mixers for mixers."""
 
-    parts = {"q": ("to_q",), "k": ("to_k",), "v": ("to_v",), "o": ("to_out",)}  # noqa: RUF012
+    parts = {"q": ("to_q", "q_norm"), "k": ("to_k", "k_norm"), "v": ("to_v",), "o": ("to_out",)}  # noqa: RUF012
 
     def heads(self, attention: nn.Module) -> int:
         return attention.num_heads
@@ -67,7 +85,7 @@ class DenoiserAdapter(Adapter):
         like = original.to_q.weight
         name, heads = config.pop("mixer"), config.pop("num_heads")
         mixer = create_mixer(name, original.dim, heads, device=like.device, dtype=like.dtype, **config)
-        for part in ("to_q", "to_k", "to_v", "to_out"):
+        for part in (name for names in self.parts.values() for name in names if hasattr(mixer, name)):
             source = dict(getattr(original, part).named_parameters())
             for key, parameter in getattr(mixer, part).named_parameters():
                 parameter.copy_(source[key])
@@ -77,6 +95,11 @@ class DenoiserAdapter(Adapter):
         if name == "linfusion":
             mixer.q_modulator.init_identity()
             mixer.k_modulator.init_identity()
+        if name == "t5":
+            for conv in (mixer.q_conv, mixer.k_conv):
+                if conv is not None:
+                    nn.init.zeros_(conv.weight)
+                    nn.init.zeros_(conv.bias)
         if name == "gla":
             mixer.conv.init_identity()
             nn.init.constant_(mixer.decay_proj[1].bias, decay_logit(spec["options"]["initial_decay"]))
@@ -95,10 +118,16 @@ class DenoiserAdapter(Adapter):
     @staticmethod
     def refuse(path: str, original: nn.Module, spec: dict[str, Any]) -> None:
         """What a mixer of ours can not take over from the softmax."""
-        if not isinstance(original.q_norm, nn.Identity):
-            raise ValueError(f"{path}: its queries and keys are normalised (qk_norm), which no linear mixer does")
-        if original.rope and spec["mixer"] != "gla":
-            raise ValueError(f"{path}: its queries and keys are rotated (rope), which of the targets only 'gla' does")
+        if not isinstance(original.q_norm, nn.Identity) and spec["mixer"] not in _LIKE_SOFTMAX:
+            raise ValueError(
+                f"{path}: its queries and keys are normalised (qk_norm), which of the targets only "
+                f"{' and '.join(map(repr, _LIKE_SOFTMAX))} do"
+            )
+        if original.rope and spec["mixer"] not in ("gla", *_LIKE_SOFTMAX):
+            raise ValueError(
+                f"{path}: its queries and keys are rotated (rope), which of the targets only 'gla', "
+                f"{' and '.join(map(repr, _LIKE_SOFTMAX))} do"
+            )
         if spec["mixer"] != "lit" and spec["options"].get("kernel_size"):
             raise ValueError(f"kernel_size: the mixer {spec['mixer']!r} has no convolution of values; leave it at 0")
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from scanvas.kernels.local import count_pairs
+
 from .adapters import Adapter
 from .linear_attention_modules import LinearizedLayer
 
@@ -152,6 +154,12 @@ def _init(name: str, layer: nn.Module) -> str:
         return "identity" if hasattr(layer, "decay_proj") else "zero"
     if "features" in name:
         return "identity"
+    if "pool" in name:
+        return "mean of a square"
+    if "inner" in name:
+        return "truncated normal, 0.02"
+    if "factor" in name:
+        return "logit of softmax_factor"
     if "modulator" in name:
         return "x + f(x) with f = 0"
     if "decay_proj.1.bias" in name:
@@ -183,19 +191,19 @@ def default_sizes(model: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(factor * n for n in size) for factor in (1, 2, 4)]
 
 
-def image_tokens(adapter: Adapter, model: nn.Module, path: str, size: tuple[int, ...]) -> int:
-    """Tokens of the image in a layer for an input of that size."""
+def image_grid(adapter: Adapter, model: nn.Module, path: str, size: tuple[int, ...]) -> tuple[int, ...]:
+    """Grid of the image's tokens in a layer for an input of that size."""
     if adapter.host(path) == "patch_embed":
-        return math.prod(model.patch_embed.dynamic_feat_size(size))
+        return tuple(model.patch_embed.dynamic_feat_size(size))
     if adapter.model == "UNet2DConditionModel":
         levels = len(model.config.down_block_types)
         kind, _, rest = path.partition(".")
         index = int(rest.split(".")[0]) if kind != "mid_block" else levels - 1
         level = levels - 1 - index if kind == "up_blocks" else index
-        return math.prod(math.ceil(n / 2**level) for n in size)
+        return tuple(math.ceil(n / 2**level) for n in size)
     patch = 2 if adapter.model in _PACKED else model.config.patch_size
     patches = (patch,) * len(size) if isinstance(patch, int) else patch[-len(size) :]
-    return math.prod(n // p for n, p in zip(size, patches))
+    return tuple(n // p for n, p in zip(size, patches))
 
 
 def attention_costs(
@@ -203,21 +211,23 @@ def attention_costs(
 ) -> dict[str, Any]:
     """Costs of one image's attention without its projections, which stay: FLOPs (a multiply and an add are two) of all
     layers, and the largest map ``(heads, N, N)`` in bf16, which a plain softmax holds in memory, against the largest
-    state ``(heads, D, D')`` in float32. Layers that stay softmax count on both sides."""
+    state ``(heads, D, D')`` in float32. Of local softmax the map of what is seen counts. Layers that stay softmax count
+    on both sides."""
     totals = {"flops_before": 0, "flops_after": 0, "bytes_before": 0, "bytes_after": 0}
     most = 0
     for path, original in originals.items():
-        image = image_tokens(adapter, model, path, size)
+        image = math.prod(image_grid(adapter, model, path, size))
         others = _TEXT.get(adapter.model, getattr(model, "num_prefix_tokens", 0))
         second = adapter.model == "SD3Transformer2DModel" and path.endswith("attn2")
         N = image + (0 if second else others)
         heads = adapter.heads(original)
         C = width_of(original)
         most = max(most, N)
+        grid = image_grid(adapter, model, path, size)
         before = (4 * N * N * C, 2 * heads * N * N)
         if adapter.model == "SanaTransformer2DModel":  # whose own attention is linear
-            before = _linear_costs({"mixer": "lit", "heads": heads, "options": {}}, N, image, C)
-        after = _linear_costs(specs[path], N, image, C) if path in specs else before
+            before = _linear_costs({"mixer": "lit", "heads": heads, "options": {}}, N, grid, C)
+        after = _linear_costs(specs[path], N, grid, C) if path in specs else before
         totals["flops_before"] += before[0]
         totals["flops_after"] += after[0]
         totals["bytes_before"] = max(totals["bytes_before"], before[1])
@@ -235,11 +245,22 @@ def width_of(attention: nn.Module) -> int:
     return attention.dim
 
 
-def _linear_costs(spec: dict[str, Any], N: int, image: int, C: int) -> tuple[int, int]:
-    """FLOPs and bytes of the state of a target."""
+def _linear_costs(spec: dict[str, Any], N: int, grid: tuple[int, ...], C: int) -> tuple[int, int]:
+    """FLOPs and bytes of the state, or of the part of the map that is seen, of a target."""
     target, heads, options = spec["mixer"], spec["heads"], spec["options"]
-    width = C // heads
+    width, image = C // heads, math.prod(grid)
     flops = 2 * image * C * options.get("kernel_size", 0) ** 2
+    if target in ("local", "hybrid"):
+        seen, pooled = _exact_pairs(options, N, grid)
+        flops += 4 * C * seen + 2 * pooled * C * 2 * (options.get("pool") or 0) ** 2
+        if target == "local":
+            return flops, 2 * heads * seen
+        # Features of queries and keys, states of all tokens, and what the exact keys have brought to them.
+        flops += image * (8 * C * width + 8 * C * width) + 4 * C * _exact_pairs(options, image, grid)[0]
+        return flops, 2 * heads * seen + 8 * C * width
+    if target == "t5":  # the network on keys and on queries, its gradients, its convolutions
+        flops += 18 * N * C * width + 4 * image * C * options["qk_kernel_size"] ** 2
+        return flops, 12 * C * width
     if target == "gla":
         return flops + 2 * N * 5 * C * width, 2 * 4 * C * width
     features = 2 if target == "hedgehog" else 1
@@ -247,6 +268,15 @@ def _linear_costs(spec: dict[str, Any], N: int, image: int, C: int) -> tuple[int
     if target == "hedgehog":
         flops += 4 * N * C * width
     return flops, 4 * C * width * features
+
+
+def _exact_pairs(options: dict[str, Any], N: int, grid: tuple[int, ...]) -> tuple[int, int]:
+    """Pairs of a query and a key with a score of their own, and pooled keys, in a sequence of N tokens."""
+    image, pool = math.prod(grid), options.get("pool") or 0
+    pooled = math.prod(grid[:-2]) * math.prod(math.ceil(n / pool) for n in grid[-2:]) if pool else 0
+    every = options.get("every")
+    near = image * math.ceil(image / every) if every else count_pairs(grid, options["radius"])
+    return near + image * pooled + N * N - image * image, pooled
 
 
 def is_linear(layer: nn.Module) -> bool:

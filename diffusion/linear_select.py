@@ -26,6 +26,10 @@ def layer_spec(
     adapter.verify(path, attention)
     before = adapter.heads(attention)
     after = TARGETS[mixer].default_heads(before) if heads is None else heads
+    if not TARGETS[mixer].fuses_heads and after != before:
+        raise ValueError(
+            f"heads: {mixer!r} keeps the scores of the softmax, so also its {before} heads in {path}; got {heads}"
+        )
     if not isinstance(after, int) or after < 1 or before % after:
         divisors = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
         raise ValueError(

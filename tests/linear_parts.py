@@ -301,6 +301,10 @@ TIMM = {
 }
 
 
+SMALL_OPTIONS = {"local": {"radius": 2, "pool": 2}, "hybrid": {"radius": 2}}
+"""Of targets whose windows by default hold all of such small images."""
+
+
 def build(name):
     """A model in eval mode, its weights all different from zero, and its inputs."""
     torch.manual_seed(0)

@@ -71,13 +71,23 @@ def test_directions_and_branches_add_up(name, cfg):
     torch.testing.assert_close(torch.cat([d.flatten(2) for d in mixer.log_decays(x, grid, prefix=3)], -1), gates)
 
 
+_TARGET_CASES = [
+    *((name, {}) for name in TARGETS),
+    ("gla", {"normalize": False}),
+    ("local", {"radius": 2, "pool": 2, "base_tokens": 9}),
+    ("hybrid", {"radius": 2}),
+    ("hybrid", {"every": 3}),
+]
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize(("target", "cfg"), [*((name, {}) for name in TARGETS), ("gla", {"normalize": False})])
+@pytest.mark.parametrize(("target", "cfg"), _TARGET_CASES)
 def test_targets_of_linearize_tell_their_map(target, cfg, rotated, masked):
     torch.manual_seed(0)
     options = {**TARGETS[target].defaults, **cfg}
-    core = TARGETS[target](24, 32, 2, 1, **options, dtype=torch.float64).eval()
+    core = TARGETS[target](24, 32, 2 if TARGETS[target].fuses_heads else 4, 1, **options, dtype=torch.float64).eval()
+    place = core.place(2, (3, 4))  # two tokens before the image, and three after it
     with torch.no_grad():
         for name, parameter in core.named_parameters():
             if name != "scale":
@@ -87,10 +97,14 @@ def test_targets_of_linearize_tell_their_map(target, cfg, rotated, masked):
     angle = torch.randn(17, 4, dtype=torch.float64)
     rotate = rotate_pairs(angle.cos(), angle.sin()) if rotated else None
     weight = torch.rand(2, 17, dtype=torch.float64) if masked else None
-    expected = core.attend(q, k, v, x, rotate, weight)
-    matrix = sum(core.attention_map_parts(q, k, x, rotate, weight).values())
+    expected = core.attend(q, k, v, x, rotate, weight, *place)
+    if not core.has_map:
+        with pytest.raises(NotImplementedError, match="has no attention map"):
+            core.attention_map_parts(q, k, x, rotate, weight, None, *place)
+        return
+    matrix = sum(core.attention_map_parts(q, k, x, rotate, weight, None, *place).values())
     out = torch.einsum("bhij,bjhv->bihv", matrix, core.fuse(v))
     torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-8)
     rows = torch.tensor([16, 2])
-    some = sum(core.attention_map_parts(q, k, x, rotate, weight, rows).values())
+    some = sum(core.attention_map_parts(q, k, x, rotate, weight, rows, *place).values())
     torch.testing.assert_close(some, matrix[:, :, rows])

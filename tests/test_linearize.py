@@ -7,7 +7,19 @@ import pytest
 import timm
 import torch
 from diffusers import Transformer2DModel
-from linear_parts import DIFFUSERS, GRIDS, TIMM, SoftmaxCore, build, denoiser, lumina2, run, sana, sana_qk_norm
+from linear_parts import (
+    DIFFUSERS,
+    GRIDS,
+    SMALL_OPTIONS,
+    TIMM,
+    SoftmaxCore,
+    build,
+    denoiser,
+    lumina2,
+    run,
+    sana,
+    sana_qk_norm,
+)
 from torch import nn
 
 import scanvas
@@ -45,6 +57,38 @@ def test_nothing_but_the_softmax_is_exchanged(name, monkeypatch):
     assert (run(student, inputs) - run(model, inputs)).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("mixer", ["local", "hybrid"])
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("sana")])
+def test_a_window_that_holds_all_is_the_softmax(name, mixer):
+    """Scale, heads, rotary positions, masks and streams are those of the original; nothing linear is left."""
+    model, inputs = build(name)
+    if name == "lumina2":
+        inputs = lumina2(lengths=(5, 5))[1]
+    student, _ = scanvas.linearize(model, mixer, radius=99)
+    torch.testing.assert_close(run(student, inputs), run(model, inputs), atol=1e-5, rtol=1e-5)
+    student, _ = scanvas.linearize(model, mixer, radius=1)
+    assert (run(student, inputs) - run(model, inputs)).abs().max() > 1e-4
+
+
+def test_hybrid_with_softmax_tokens():
+    """The other choice: every n-th token of the image, all of the text; frames of a video count on."""
+    model, inputs = build("wan")
+    student, report = scanvas.linearize(model, "hybrid", every=5, calibration=[inputs])
+    layer = student.get_submodule(report.layers[0]["path"])
+    seen = []
+    layer.core.register_forward_hook(lambda _, args, out: seen.append(args))
+    run(student, inputs)
+    q, k, _, x, rotate, weight, start, grid = seen[0]
+    assert (start, grid) == (0, (3, 4, 6))
+    (matrix,) = layer.core.attention_map_parts(q, k, x, rotate, weight, None, start, grid).values()
+    scores = torch.einsum("bihd,bjhd->bhij", rotate(q), rotate(k)) * 12**-0.5
+    share = matrix[..., ::5] / matrix[..., ::5].sum(-1, keepdim=True)
+    torch.testing.assert_close(share, scores[..., ::5].softmax(-1), atol=1e-5, rtol=1e-4)
+    for path, fit in report.calibration.items():
+        assert f"{path}.core.factor.weight" in {row["name"] for row in report.tensors}
+        assert fit["error_after"] < fit["error_before"]
+
+
 @pytest.mark.parametrize("family", [sana, sana_qk_norm])
 def test_sana_is_lit_without_convolution(family):
     """SANA's attention is linear already; the swap changes only the kernel."""
@@ -58,8 +102,10 @@ def test_sana_is_lit_without_convolution(family):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_to_every_target(name, mixer, tmp_path):
     model, inputs = build(name)
+    if name == "lumina2" and mixer in SMALL_OPTIONS:
+        inputs = lumina2(lengths=(5, 5))[1]  # of several lengths, nobody knows where the images are
     before, expected, training = snapshot(model), run(model, inputs), model.training
-    student, report = scanvas.linearize(model, mixer)
+    student, report = scanvas.linearize(model, mixer, **SMALL_OPTIONS.get(mixer, {}))
     got = run(student, inputs)
     assert got.isfinite().all()
     assert (got - expected).abs().max() > 1e-4
@@ -87,9 +133,9 @@ def test_every_model_to_every_target(name, mixer, tmp_path):
     new = [key for key, row in told.items() if row["status"] == "new"]
     moved = [key for key in new if state[key].grad is not None and state[key].grad.abs().sum() > 0]
     # A modulator starts at zero, so that at first only its last layer has a gradient; and nothing after the last
-    # layer of a classifier reads more than the class token, which the convolution does not touch.
+    # layer of a classifier reads more than the class token, which what is new for the image does not touch.
     for key in set(new) - set(moved):
-        assert "modulator" in key or "decay_proj" in key or (name in TIMM and key.startswith(f"{paths[-1]}.core.conv"))
+        assert "modulator" in key or "decay_proj" in key or (name in TIMM and key.startswith(f"{paths[-1]}.core."))
     assert moved or bare
 
     if name in TIMM:
@@ -256,6 +302,18 @@ def test_report(tmp_path):
     ):
         assert part in text
 
+    # Of the new targets: what has a score of its own; and the products of the inner network and its gradients.
+    _, report = scanvas.linearize(model, "local", radius=2, sizes=[(8, 12)])
+    pairs = 24 + 2 * (3 * 6 + 4 * 5) + 2 * 2 * 3 * 5  # of 4 × 6 tokens: themselves, beside, below, diagonally
+    assert report.costs[0]["flops_after"] == 3 * 4 * 32 * pairs
+    assert report.costs[0]["bytes_after"] == 2 * 4 * pairs
+    _, report = scanvas.linearize(model, "t5", sizes=[(8, 12)])
+    assert report.costs[0]["flops_after"] == 3 * (18 * 24 * 32 * 8 + 2 * 2 * 9 * 24 * 32)
+    assert "core.inner.w1 (truncated normal" in str(report)
+    _, report = scanvas.linearize(build("sd3")[0], "hybrid", every=4, sizes=[(8, 12)])
+    exact = 24 * 6 + 2 * 24 * 333 + 333 * 333
+    assert report.costs[0]["bytes_after"] == 2 * 4 * exact + 8 * 32 * 8
+
     unet, _ = build("unet")
     (cost,) = scanvas.linearize(unet, "lit", sizes=[(16, 24)])[1].costs
     assert cost["tokens"] == 16 * 24
@@ -274,6 +332,10 @@ def test_masks():
     keep = torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
     for mixer in TARGETS:
         layer = scanvas.linearize(model, mixer, kernel_size=0)[0].transformer_blocks[0].attn1
+        layer.record.value = (2, 3)  # within the reach of all windows
+        for name, parameter in layer.named_parameters():
+            if "inner" in name:  # which otherwise changes next to nothing before it is trained
+                parameter.data.mul_(20)
         masked = layer(x, attention_mask=keep)
         for same_mask in (keep[:, None, None], (1 - keep.float())[:, None] * -10000.0):
             torch.testing.assert_close(layer(x, attention_mask=same_mask), masked)
@@ -282,7 +344,9 @@ def test_masks():
         torch.testing.assert_close(layer(changed, attention_mask=keep)[0, :4], masked[0, :4], atol=1e-3, rtol=1e-3)
         assert (layer(changed) - layer(x))[0, :4].abs().max() > 1e-4
         if mixer != "gla":  # whose decays count the hidden tokens
+            layer.record.value = (2, 2)
             torch.testing.assert_close(masked[0, :4], layer(x[:1, :4])[0])
+            layer.record.value = (2, 3)
         with pytest.raises(ValueError, match=r"attention_mask: linear attention can only hide keys.*got \(2, 6, 6\)"):
             layer(x, attention_mask=torch.ones(2, 6, 6, dtype=torch.bool))
     with pytest.raises(ValueError, match="must be bool, or floating"):
@@ -306,8 +370,13 @@ def test_grids_that_do_not_match():
     flux, inputs = build("flux")
     student = scanvas.linearize(flux, "lit")[0]
     two = {**inputs, "img_ids": inputs["img_ids"][torch.arange(24) % 12]}  # two images of 2×6
-    with pytest.raises(ValueError, match="several images in one sequence"):
+    with pytest.raises(ValueError, match="several images in one sequence, which needs kernel_size=0"):
         run(student, two)
+    local = scanvas.linearize(flux, "local")[0]
+    with pytest.raises(ValueError, match=r"several images .* another target than 'local', such as 'hedgehog'"):
+        run(local, two)
+    with pytest.raises(ValueError, match=r"several lengths .* linearize to another target than 'hybrid'"):
+        run(scanvas.linearize(lumina2()[0], "hybrid")[0], lumina2()[1])
     assert run(scanvas.linearize(flux, "lit", kernel_size=0)[0], two).isfinite().all()
     dropping = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1, patch_drop_rate=0.5)
     student = scanvas.linearize(dropping, "lit")[0].train()
@@ -337,6 +406,16 @@ def test_bad_arguments_leave_the_model_alone():
         ("unexpected keyword argument 'nonsense'", TypeError, {"calibration": [{"nonsense": 1}]}),
         ("initial_decay must be between 0 and 1, got 1.0", ValueError, {"mixer": "gla", "initial_decay": 1.0}),
         ("gate_rank must be positive", ValueError, {"mixer": "gla", "gate_rank": 0}),
+        (
+            "heads: 'local' keeps the scores of the softmax.* 4 heads .*; got 2",
+            ValueError,
+            {"mixer": "local", "heads": 2},
+        ),
+        ("radius must be a whole number of tokens, at least 1; got 0", ValueError, {"mixer": "local", "radius": 0}),
+        ("pool must be the side of a square", ValueError, {"mixer": "local", "pool": 1}),
+        ("qk_kernel_size must be odd, or 0", ValueError, {"mixer": "t5", "qk_kernel_size": 2}),
+        ("every must be a whole number, at least 2", ValueError, {"mixer": "hybrid", "every": 1}),
+        ("softmax_factor must be between 0 and 1, got 1", ValueError, {"mixer": "hybrid", "softmax_factor": 1}),
     ):
         for inplace in (False, True):
             with pytest.raises(error, match=message):

@@ -20,7 +20,7 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from diffusers.models.attention_processor import Attention
-from linear_parts import TIMM, build, run
+from linear_parts import SMALL_OPTIONS, TIMM, build, run
 from test_linearize import same, snapshot
 
 import scanvas
@@ -78,7 +78,7 @@ torch.save(out, folder + "/out.pt")
 
 def test_a_fresh_process_loads_the_same(tmp_path):
     inputs, expected = {}, {}
-    for name, mixer in (("unet", "linfusion"), ("flux", "lit"), ("vit", "gla"), ("denoiser", "hedgehog")):
+    for name, mixer in (("unet", "linfusion"), ("flux", "local"), ("vit", "gla"), ("denoiser", "hybrid")):
         model, inputs[name] = build(name)
         student, _ = scanvas.linearize(
             model, mixer, calibration=None if name == "flux" else [inputs[name] if name != "vit" else inputs[name]["x"]]
@@ -215,7 +215,7 @@ def test_lora(name, tmp_path):
 @pytest.mark.parametrize("mixer", TARGETS)
 def test_layerwise_casting(mixer):
     model, inputs = build("pixart")
-    student, _ = scanvas.linearize(model, mixer)
+    student, _ = scanvas.linearize(model, mixer, **SMALL_OPTIONS.get(mixer, {}))
     expected = run(student, inputs)
     student.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
     assert student.transformer_blocks[0].attn1.to_q.weight.dtype == torch.float16
@@ -241,7 +241,7 @@ def test_offloading_comes_after():
 @pytest.mark.parametrize("name", ["pixart", "sd35", "vit_reg_qk_norm"])
 def test_half_precision(name, mixer):
     model, inputs = build(name)
-    student, _ = scanvas.linearize(model, mixer)
+    student, _ = scanvas.linearize(model, mixer, **SMALL_OPTIONS.get(mixer, {}))
     expected = run(student, inputs)
     cast = {k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
     got = run(student.bfloat16(), cast)
@@ -285,11 +285,12 @@ def test_gradient_checkpointing_sees_its_own_grid(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "mixer"), [("pixart", "lit"), ("vit", "gla"), ("vit", "hedgehog"), ("vit", "linfusion")]
+    ("name", "mixer"),
+    [("pixart", "lit"), ("vit", "gla"), ("vit", "hedgehog"), ("vit", "linfusion"), ("unet", "local")],
 )
 def test_compiled(name, mixer):
     model, inputs = build(name)
-    student, _ = scanvas.linearize(model, mixer)
+    student, _ = scanvas.linearize(model, mixer, **SMALL_OPTIONS.get(mixer, {}))
     expected = run(student, inputs)
     torch._dynamo.reset()
     compiled = torch.compile(student, backend="aot_eager", fullgraph=True)

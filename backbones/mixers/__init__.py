@@ -3,6 +3,7 @@
 from .base import TokenConv, TokenMixer
 from .gla import GatedLinearAttention
 from .hedgehog import HedgehogAttention
+from .hybrid import HybridAttention
 from .linear import LinearAttention
 from .linfusion import LinFusionAttention
 from .local import LocalAttention
@@ -14,6 +15,7 @@ __all__ = ["MIXERS", "TokenConv", "TokenMixer", "create_mixer", "list_mixers"]
 MIXERS: dict[str, type[TokenMixer]] = {
     "gla": GatedLinearAttention,
     "hedgehog": HedgehogAttention,
+    "hybrid": HybridAttention,
     "linear": LinearAttention,
     "linfusion": LinFusionAttention,
     "local": LocalAttention,

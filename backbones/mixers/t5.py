@@ -76,8 +76,9 @@ class InnerNetwork(nn.Module):
     def __init__(self, num_heads: int, head_dim: int, std: float = 0.02, device=None, dtype=None):
         super().__init__()
         for name in ("w1", "w2", "w3"):
-            weight = torch.empty(num_heads, head_dim, head_dim, device=device, dtype=dtype)
-            setattr(self, name, nn.Parameter(nn.init.trunc_normal_(weight, std=std)))
+            weight = nn.Parameter(torch.empty(num_heads, head_dim, head_dim, device=device, dtype=dtype))
+            nn.init.trunc_normal_(weight, std=std)
+            setattr(self, name, weight)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = None) -> Tensor:
         """See ``train_and_apply``."""

@@ -133,7 +133,6 @@ def hybrid_windowed(
         ]
         out = torch.cat(parts, dim=2)
     else:
-        alone = covers(grid, radius)
         state = features_k.mT @ v_image
         q_grid, k_grid, v_grid, fq_grid, fk_grid = (
             x.unflatten(2, grid) for x in (q_image, k_image, v_image, features_q, features_k)
@@ -146,11 +145,11 @@ def hybrid_windowed(
             keys, values = k_grid[there].flatten(2, last), v_grid[there].flatten(2, last)
             bias = None if weight is None else weight_grid[(..., *box)].flatten(3)
             part = spiky(q_grid[here].flatten(2, last), keys, values, mask, bias)
-            if not alone:  # the state of all tokens, less what the disc's have brought to it
-                features = fq_grid[here].flatten(2, last)
-                inside = (features @ fk_grid[there].flatten(2, last).mT).masked_fill(~mask, 0.0)
-                part = part + features @ state - inside @ values
-            parts.append(part)
+            # The state of all tokens, less what the disc's have brought to it; nothing where the disc holds all, but
+            # even then features get a gradient, which distributed training insists on.
+            features = fq_grid[here].flatten(2, last)
+            inside = (features @ fk_grid[there].flatten(2, last).mT).masked_fill(~mask, 0.0)
+            parts.append(part + features @ state - inside @ values)
         out = join_tiles(parts, grid, radius)
     out = out[..., :-1] / out[..., -1:]
     if N > tokens:

@@ -297,7 +297,8 @@ class CoreLayer(LayerMap):
     def rows(self, index: Tensor | None = None, part: Part = "both") -> Tensor:
         self.check_part(part)
         index = None if index is None else index.to(self.q.device)
-        parts = self.core.attention_map_parts(self.q, self.k, self.x, self.rotate, self.weight, index)
+        place = self.core.place(self.start, self.image_grid)
+        parts = self.core.attention_map_parts(self.q, self.k, self.x, self.rotate, self.weight, index, *place)
         return sum(parts.values()) if part == "both" else parts[part]
 
     @torch.no_grad()
@@ -306,7 +307,8 @@ class CoreLayer(LayerMap):
 
     @torch.no_grad()
     def attended(self) -> Tensor:
-        return self.core.attend(self.q, self.k, self.v, self.x, self.rotate, self.weight).transpose(1, 2)
+        place = self.core.place(self.start, self.image_grid)
+        return self.core.attend(self.q, self.k, self.v, self.x, self.rotate, self.weight, *place).transpose(1, 2)
 
     def attended_gradient(self, gradient: Tensor) -> Tensor:
         if isinstance(self.core, GlaCore):
@@ -324,5 +326,5 @@ class CoreLayer(LayerMap):
         if self.core.conv is None:
             return None
         args = (self.q, self.k, self.v, self.x, self.rotate, self.weight)
-        attended = self.core.mix(*args).flatten(2)
+        attended = self.core.mix(*args, *self.core.place(self.start, self.image_grid)).flatten(2)
         return attended, self.core(*args, self.start, self.image_grid) - attended

@@ -176,6 +176,9 @@ class Recorder(TorchFunctionMode):
         self._add(MixerLayer(name, mixer, x.detach(), grid, prefix, self._orders.get(id(mixer), "raster")))
 
     def _record_core(self, name: str, core: LinearCore, args: tuple, kwargs: dict) -> None:
+        if not core.has_map:
+            self.skipped[name.rpartition(".")[0]] = f"{type(core).__name__} has no attention map"
+            return
         values = inspect.signature(core.forward).bind(*args, **kwargs).arguments.values()
         values = tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
         layer = next((m for _, m, *_ in reversed(self._stack) if isinstance(m, LinearizedLayer)), None)
