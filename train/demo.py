@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from .demo_linear import compare, distill, train_teacher
 from .demo_paint import paint_and_judge, train_painter, write_captions
 from .errors import DemoError, UserError
 
@@ -88,6 +89,9 @@ STEPS: list[tuple[str, Callable[[Path], str]]] = [
     ("captions for the same digits, in words and numerals", write_captions),
     ("train a text-to-image DiG (scanvas train denoise --config digits)", train_painter),
     ("reload it in a fresh process through diffusers, paint, and let the classifier judge", paint_and_judge),
+    ("train the same model with softmax attention", train_teacher),
+    ("make that linear and distil it (scanvas train distill --config digits)", distill),
+    ("paint with both in a fresh process, and let the classifier judge", compare),
 ]
 
 

@@ -34,8 +34,8 @@ def write_captions(folder: Path) -> str:
     return f"{count} images with captions such as {', '.join(map(repr, captions(7)[:3]))}"
 
 
-def train_painter(folder: Path) -> str:
-    """The recipe ``denoise/digits`` into ``painter/``."""
+def train_painter(folder: Path, name: str = "painter", more: tuple[str, ...] = ()) -> str:
+    """The recipe ``denoise/digits``, with overrides, into ``painter/`` or another name."""
     try:
         import transformers  # noqa: F401 - an optional dependency
     except ImportError as error:
@@ -43,9 +43,9 @@ def train_painter(folder: Path) -> str:
     from .config import load
     from .denoise import DenoiseConfig, train_denoiser
 
-    overrides = [f"data.root={folder / 'digits'}", f"run.out={folder / 'painter'}"]
+    overrides = [f"data.root={folder / 'digits'}", f"run.out={folder / name}", *more]
     result = train_denoiser(load(DenoiseConfig, "digits", overrides, task="denoise"))
-    return f"loss on held-out digits {result.metrics['loss']:.3f}; pictures: {folder / 'painter' / 'samples'}"
+    return f"loss on held-out digits {result.metrics['loss']:.3f}; pictures: {folder / name / 'samples'}"
 
 
 def paint_and_judge(folder: Path) -> str:
@@ -72,35 +72,42 @@ def paint_and_judge(folder: Path) -> str:
 def judge(folder: Path) -> dict[str, object]:
     """With diffusers, timm and the saved directories alone: painted.png, and the percentage of a hundred painted digits
     in which the classifier sees the one asked for."""
-    import timm
-    import torch
     from diffusers import DiffusionPipeline
-    from timm.data import create_transform, resolve_model_data_config
 
     import scanvas  # noqa: F401 - makes the models known to timm and diffusers
 
     pipeline = DiffusionPipeline.from_pretrained(folder / "painter" / "final")
-    pipeline.set_progress_bar_config(disable=True)
-    grid = json.loads((folder / "painter" / "final" / "training.json").read_text(encoding="utf-8"))["config"]["grid"]
-
-    def paint(prompts: list[str], seed: int) -> list:
-        generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
-        options = {"num_inference_steps": grid["steps"], "guidance_scale": grid["guidance"]}
-        return pipeline(prompts, generator=generators, **options).images
-
     shown = [captions(digit)[digit % 6] for digit in range(10)]
     picture = folder / "painted.png"
-    _draw(picture, shown, paint(shown, 0))
+    _draw(picture, shown, paint(pipeline, folder, shown, 0))
+    return {"right": right_digits(pipeline, folder), "picture": str(picture)}
+
+
+def paint(pipeline, folder: Path, prompts: list[str], seed: int) -> list:
+    """An image for each prompt, as the painter's recipe paints."""
+    import torch
+
+    pipeline.set_progress_bar_config(disable=True)
+    grid = json.loads((folder / "painter" / "final" / "training.json").read_text(encoding="utf-8"))["config"]["grid"]
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+    options = {"num_inference_steps": grid["steps"], "guidance_scale": grid["guidance"]}
+    return pipeline(prompts, generator=generators, **options).images
+
+
+def right_digits(pipeline, folder: Path) -> float:
+    """The percentage of a hundred painted digits in which the classifier sees the one asked for."""
+    import timm
+    import torch
+    from timm.data import create_transform, resolve_model_data_config
 
     asked = [digit for digit in range(10) for _ in range(_EACH)]
-    images = paint([captions(digit)[i % 6] for i, digit in enumerate(asked)], 1000)
+    images = paint(pipeline, folder, [captions(digit)[i % 6] for i, digit in enumerate(asked)], 1000)
     model = timm.create_model(f"local-dir:{folder / 'classifier' / 'final'}", pretrained=True).eval()
     transform = create_transform(**resolve_model_data_config(model), is_training=False)
     names = model.pretrained_cfg["label_names"]
     with torch.inference_mode():
         said = model(torch.stack([transform(image.convert("RGB")) for image in images])).argmax(1).tolist()
-    right = sum(names[i] == str(digit) for i, digit in zip(said, asked))
-    return {"right": 100 * right / len(asked), "picture": str(picture)}
+    return 100 * sum(names[i] == str(digit) for i, digit in zip(said, asked)) / len(asked)
 
 
 def _draw(path: Path, prompts: list[str], images: list) -> None:

@@ -135,13 +135,7 @@ class Parts:
         self.classes = records.classes
         if self.by_text:
             self.num_classes = None
-            texts = (text for texts in records.captions for text in texts)
-            self.tokenizer, self.text_encoder, self.train_text = create_text(
-                self.config.text, wanted["caption_channels"], texts
-            )
-            self.tokens = Tokens(self.tokenizer, self.config.text.max_length)
-            if not self.train_text:
-                self.text_encoder.requires_grad_(False).eval().to(self.device)
+            self._open_text(records, wanted["caption_channels"])
         else:
             if records.labels is None:
                 raise ConfigError("data.latents holds no labels, and the denoiser is conditioned on classes")
@@ -156,12 +150,19 @@ class Parts:
         self.train = self._split(data.train_split, records)
         self.val = self._split(data.val_split) if data.val_split else self.train
 
+    def _open_text(self, records: Source, width: int) -> None:
+        texts = (text for texts in records.captions for text in texts)
+        self.tokenizer, self.text_encoder, self.train_text = create_text(self.config.text, width, texts)
+        self.tokens = Tokens(self.tokenizer, self.config.text.max_length)
+        if not self.train_text:
+            self.text_encoder.requires_grad_(False).eval().to(self.device)
+
     def _about(self) -> dict[str, Any] | None:
         config = self.config
         if not config.data.latents:
             return None
         text = None
-        if self.by_text and not self.train_text:
+        if self.by_text and self.text_encoder is not None and not self.train_text:
             length = min(config.text.max_length, self.tokenizer.model_max_length)
             text = {"sha256": fingerprint(self.text_encoder), "max_length": length}
         return description(config.data, self.vae, config.vae.path, text)

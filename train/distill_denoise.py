@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -18,11 +19,14 @@ from scanvas.diffusion.denoiser import LinearDiTTransformer2DModel
 
 from .denoise import DenoiseTask, Noised
 from .denoise_config import DenoiseConfig, DenoiserConfig, LossConfig, NoiseConfig, TextConfig
-from .denoise_parts import Painter
+from .denoise_parts import Painter, Parts
 from .distill_config import DistillDenoiseConfig
+from .distill_families import FAMILIES, Condition, Family
 from .distill_losses import Seen
+from .distill_models import DTYPES, move
 from .distill_student import linearized
-from .errors import CheckpointError, ConfigError, nearest
+from .errors import CheckpointError, ConfigError
+from .quiet import no_bars
 
 OWN = "LinearDiTTransformer2DModel"
 
@@ -60,6 +64,12 @@ class Folder:
         self.scheduler = self._json(folder / "scheduler" / "scheduler_config.json")
         trained = self._json(folder / "training.json") or {}
         self.noise = trained.get("config", {}).get("noise", {})
+
+    def prediction(self, family: Family | None) -> str:
+        """What the denoiser predicts."""
+        if family is None:
+            return self.config.get("prediction_type", "epsilon")
+        return (self.scheduler or {}).get("prediction_type") or family.prediction
 
     def _has(self, component: str) -> bool:
         return bool((self.index.get(component) or [None])[0])
@@ -112,6 +122,75 @@ def derived_config(config: DistillDenoiseConfig, folder: Folder, learned: bool, 
     )
 
 
+class FamilyPainter(Painter):
+    """One of diffusers' denoisers, called as its family says."""
+
+    def __init__(self, denoiser: nn.Module, family: Family):
+        super().__init__(denoiser)
+        self.family = family
+
+    def forward(self, noisy: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
+        """``noisy`` ``(B, C, H, W)``, ``timestep`` ``(B,)``, the family's conditions → the prediction."""
+        return self.family.call(self.denoiser, noisy, timestep, condition)
+
+
+class TeacherParts(Parts):
+    """Data, VAE and noise of a recipe whose denoiser is one of diffusers', out of its own pipeline."""
+
+    def __init__(self, config: DenoiseConfig, device: torch.device, source: DenoiseSource, *, alone: bool):
+        self.folder, self.family, self.teacher = source.folder, source.family, source.recipe.teacher
+        super().__init__(config, device, alone=alone)
+
+    def _wanted(self) -> dict[str, Any]:
+        wanted = {**self.family.wanted(self.folder.config), "prediction_type": self.folder.prediction(self.family)}
+        if wanted["caption_channels"] and not self.folder.index:
+            raise ConfigError(
+                f"teacher.checkpoint={str(self.folder.path)!r} is a {self.folder.cls} alone: give the directory of its "
+                "pipeline, whose text encoders the captions need"
+            )
+        return wanted
+
+    def _open_text(self, records: Any, width: int) -> None:
+        self.tokenizer = self.text_encoder = None  # the pipeline's, of which there may be several
+        self.train_text = False
+
+    def _denoiser(self, wanted: dict[str, Any], factor: int) -> nn.Module:
+        folder = self.folder
+        try:
+            if not folder.index:
+                model = getattr(diffusers, folder.cls).from_pretrained(folder.model)
+                self.made = None
+            else:
+                # encoders may be as coarse as the teacher where the run is mixed anyway
+                coarse = DTYPES[self.teacher.dtype] if self.config.train.mixed_precision != "no" else torch.float32
+                dtypes = {"default": coarse, folder.component: torch.float32}
+                with no_bars():
+                    self.made = diffusers.DiffusionPipeline.from_pretrained(folder.path, torch_dtype=dtypes)
+                self.made.set_progress_bar_config(disable=True)
+                model = getattr(self.made, folder.component)
+                for name, part in self.made.components.items():
+                    if isinstance(part, nn.Module) and name not in (folder.component, "vae"):
+                        part.requires_grad_(False).eval().to(self.device)
+                self.made.register_modules(**({"vae": self.vae} if self.vae is not None else {}))
+        except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
+            raise CheckpointError(
+                f"teacher.checkpoint={str(folder.path)!r} cannot be loaded: {' '.join(str(error).split())[:400]}"
+            ) from error
+        return self.family.prepare(model.float())
+
+    @torch.no_grad()
+    def encoded(self, captions: list[str]) -> Condition:
+        """The conditions of captions."""
+        with torch.autocast(self.device.type, enabled=False):
+            return self.family.encode(self.made, captions, self.device)
+
+    def pipeline(self, painter: Painter):
+        """The teacher's pipeline around another denoiser; None where the teacher came without one."""
+        if self.made is not None:
+            self.made.register_modules(**{self.folder.component: painter.denoiser})
+        return self.made
+
+
 class DenoiseSource(DenoiseTask):
     """See the module's docstring. ``model`` is the teacher, a ``Painter``."""
 
@@ -120,21 +199,38 @@ class DenoiseSource(DenoiseTask):
 
     def __init__(self, config: DistillDenoiseConfig, accelerator: Accelerator):
         self.recipe, self.folder = config, Folder(config.teacher.checkpoint)
-        if self.folder.cls != OWN:
-            raise ConfigError(f"teacher.checkpoint is a {self.folder.cls}{nearest(self.folder.cls, [OWN])}")
-        wanted = self.folder.config
+        self.family = FAMILIES.get(self.folder.cls)
+        wanted = self.family.wanted(self.folder.config) if self.family else self.folder.config
         self.learned = wanted.get("out_channels") not in (None, wanted["in_channels"])
-        prediction = wanted.get("prediction_type", "epsilon")
+        prediction = self.folder.prediction(self.family)
         super().__init__(derived_config(config, self.folder, self.learned, prediction), accelerator)
-        self.model.to(self.device)
+        self.model = self.student_of(self.parts.denoiser).to(self.device)
+
+    def _parts(self) -> Parts:
+        if self.family is None:
+            return super()._parts()
+        return TeacherParts(self.config, self.device, self, alone=self.world == 1)
+
+    def _condition(self, batch: dict[str, Any], drop: Tensor | None) -> tuple:
+        if self.family is None:
+            return super()._condition(batch, drop)
+        if not self.parts.by_text:
+            return ({"class_labels": super()._condition(batch, drop)[0]},)
+        condition = self.parts.encoded(batch["caption"])
+        if drop is not None and drop.any():
+            empty = self.parts.encoded([""])
+            condition = {
+                name: torch.where(drop.view(-1, *[1] * (value.ndim - 1)), empty[name], value)
+                for name, value in condition.items()
+            }
+        return ({name: move(value, torch.Tensor.float) for name, value in condition.items()},)
 
     # ---- what teacher and student are given, and what they made of it
 
     def cast(self, inputs: tuple, dtype: torch.dtype) -> tuple:
         """Inputs of the network in a dtype; timesteps stay exact."""
         noisy, times, *condition = inputs
-        floating = [part.to(dtype) if part is not None and part.is_floating_point() else part for part in condition]
-        return (noisy.to(dtype), times, *floating)
+        return (noisy.to(dtype), times, *move(condition, lambda part: part.to(dtype)))
 
     def see(self, seen: Seen, noised: Noised, output: Tensor, teacher: Tensor | None) -> Seen:
         """Enter what the networks made of a batch."""
@@ -149,14 +245,25 @@ class DenoiseSource(DenoiseTask):
             yield noised
 
     def _paint(self, model: nn.Module, step: int) -> None:
-        if isinstance(model, Painter):  # the student; the teacher is measured as a function
+        # the student; the teacher is measured as a function
+        if isinstance(model, Painter) and not (self.family and self.parts.made is None):
             super()._paint(model, step)
+
+    def export(self, model: nn.Module, folder: Path, metrics: dict[str, Any]) -> None:
+        """A pipeline; of one with text encoders, which may be large and are the teacher's still, the denoiser alone."""
+        if self.family is None:
+            super().export(model, folder, metrics)
+        elif self.parts.by_text or self.parts.made is None:
+            model.denoiser.save_pretrained(folder / (self.folder.component or "."))
+        else:
+            with no_bars():
+                self.parts.pipeline(model).save_pretrained(folder)
 
     # ---- models
 
     def student_of(self, denoiser: nn.Module) -> Painter:
-        """The network around a linearised denoiser."""
-        return Painter(denoiser)
+        """The network around a denoiser."""
+        return Painter(denoiser) if self.family is None else FamilyPainter(denoiser, self.family)
 
     def load_student(self, path: str) -> nn.Module:
         """A linearised denoiser, or the one of a pipeline. Raises CheckpointError."""
@@ -178,6 +285,16 @@ class DenoiseSource(DenoiseTask):
 def check_architecture(config: DistillDenoiseConfig) -> None:
     """Raise what does not fit between the teacher's config and ``student`` before weights or data are looked at."""
     folder = Folder(config.teacher.checkpoint)
+    if folder.cls.startswith("Linearized"):
+        raise ConfigError(
+            f"teacher.checkpoint={config.teacher.checkpoint!r} is linearised already: give the softmax model"
+        )
+    if folder.cls not in (OWN, *FAMILIES):
+        raise ConfigError(
+            f"teacher.checkpoint={config.teacher.checkpoint!r} holds a {folder.cls}, which distillation does not know "
+            f"how to call; it knows {', '.join((OWN, *FAMILIES))}"
+        )
+    cls = LinearDiTTransformer2DModel if folder.cls == OWN else getattr(diffusers, folder.cls)
     with torch.device("meta"):
-        model = LinearDiTTransformer2DModel.from_config(folder.config)
+        model = cls.from_config(folder.config)
     linearized(model, config.student, None)

@@ -1,0 +1,202 @@
+"""diffusers' own pipelines as teachers of ``scanvas train distill``, small and with random weights."""
+
+import json
+
+import diffusers
+import pytest
+import torch
+from linear_parts import dit, flux, pixart, sd35, unet
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+
+import scanvas
+from scanvas.train import distill, distill_config
+from scanvas.train.distill_families import FAMILIES
+from scanvas.train.errors import ConfigError
+from scanvas.train.text import word_tokenizer
+
+CAPTIONS = {"apple": "a red apple", "boat": "a boat", "cup": "a cup of tea"}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    from conftest import _write_images
+
+    root = _write_images(tmp_path_factory.mktemp("families") / "images", {"train": 3, "val": 1}, side=16)
+    for split in ("train", "val"):
+        lines = [
+            json.dumps({"file_name": f"{path.parent.name}/{path.name}", "text": CAPTIONS[path.parent.name]})
+            for path in sorted((root / split).glob("*/*.png"))
+        ]
+        (root / split / "metadata.jsonl").write_text("\n".join(lines))
+    return root
+
+
+def tokenizer():
+    return word_tokenizer(CAPTIONS.values(), 8)
+
+
+def clip(width, cls=CLIPTextModel, projection=4):
+    ids = {f"{name}_token_id": getattr(tokenizer(), f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    config = CLIPTextConfig(
+        vocab_size=32, hidden_size=width, intermediate_size=8, projection_dim=projection, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=8, **ids,
+    )  # fmt: skip
+    return cls(config).eval()
+
+
+def t5():
+    return T5EncoderModel(T5Config(vocab_size=32, d_model=12, d_kv=4, d_ff=8, num_layers=1, num_heads=2)).eval()
+
+
+def vae(channels):
+    return diffusers.AutoencoderKL(
+        block_out_channels=(8, 8), sample_size=16,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=channels, norm_num_groups=4,
+    )  # fmt: skip
+
+
+def dit_pipeline():
+    return diffusers.DiTPipeline(dit()[0], vae(4), diffusers.DDIMScheduler(), id2label={0: "apple"})
+
+
+def pixart_pipeline():
+    return diffusers.PixArtSigmaPipeline(
+        tokenizer(), t5(), vae(4), pixart()[0], diffusers.DPMSolverMultistepScheduler()
+    )
+
+
+def sd_pipeline():
+    return diffusers.StableDiffusionPipeline(
+        vae(4),
+        clip(12),
+        tokenizer(),
+        unet()[0],
+        diffusers.PNDMScheduler(skip_prk_steps=True),
+        None,
+        None,
+        requires_safety_checker=False,
+    )
+
+
+def sdxl_pipeline():
+    told = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8}
+    told["projection_class_embeddings_input_dim"] = 6 * 8 + 4
+    small = {name: value for name, value in unet()[0].config.items() if not name.startswith("_")}
+    model = diffusers.UNet2DConditionModel(**{**small, **told})
+    return diffusers.StableDiffusionXLPipeline(
+        vae(4), clip(4), clip(8, CLIPTextModelWithProjection), tokenizer(), tokenizer(), model,
+        diffusers.EulerDiscreteScheduler(), add_watermarker=False,
+    )  # fmt: skip
+
+
+def sd3_pipeline():
+    encoders = [clip(4, CLIPTextModelWithProjection, 5) for _ in range(2)]
+    return diffusers.StableDiffusion3Pipeline(
+        sd35()[0], diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae(4), encoders[0], tokenizer(), encoders[1],
+        tokenizer(), t5(), tokenizer(),
+    )  # fmt: skip
+
+
+def flux_pipeline():
+    return diffusers.FluxPipeline(
+        diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae(1), clip(10), tokenizer(), t5(),
+        tokenizer(), flux()[0],
+    )  # fmt: skip
+
+
+PIPELINES = {
+    f.__name__: f for f in (dit_pipeline, pixart_pipeline, sd_pipeline, sdxl_pipeline, sd3_pipeline, flux_pipeline)
+}
+STAGES = "stages=[{kind: attention, steps: 2, lr: 2e-4}, {steps: 1, terms: {mse: 1, prediction: 0.5, attention: 0.5}}]"
+
+
+def options(teacher, images, out, *more):
+    return [f"teacher.checkpoint={teacher}", f"data.root={images}", "data.size=16", "data.workers=0", "grid.images=0",
+            f"run.out={out}", "train.batch_size=4", "train.cpu=true", "run.tensorboard=false", "run.plot=false",
+            STAGES, *more]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["dit_pipeline", "sdxl_pipeline", "flux_pipeline"])
+def test_pipelines_teach(name, images, tmp_path):
+    torch.manual_seed(0)
+    pipeline = PIPELINES[name]()
+    pipeline.save_pretrained(tmp_path / "teacher")
+    component = "unet" if hasattr(pipeline, "unet") else "transformer"
+    teacher = getattr(pipeline, component)
+    assert type(teacher).__name__ in FAMILIES
+    _, measured = distill.train_distill(
+        distill_config.load_distill(None, options(tmp_path / "teacher", images, tmp_path / "run"))
+    )
+    assert measured["1-attention"]["error"] < measured["linearized"]["error"]
+    assert measured["linearized"]["loss"] != measured["teacher"]["loss"]
+    cls = getattr(scanvas, f"Linearized{type(teacher).__name__}")
+    student = cls.from_pretrained(tmp_path / "run" / "final" / component)
+    assert student.config.linearization["layers"]
+    again = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "teacher", **{component: student})
+    assert type(getattr(again, component)) is cls
+
+
+class Call:
+    """The arguments of a module's call."""
+
+    def __init__(self, module):
+        self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, _, args, kwargs):
+        self.arguments = args, kwargs
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.handle.remove()
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_prediction_is_the_pipelines(name):
+    """What is trained is what the pipeline calls: text encoded alike, latents packed alike, sizes told alike."""
+    torch.manual_seed(0)
+    pipeline = PIPELINES[name]()
+    pipeline.set_progress_bar_config(disable=True)
+    model = getattr(pipeline, "unet", None) or pipeline.transformer
+    model.eval()
+    more = {"output_type": "latent", "height": 16, "width": 24}
+    more = {"dit_pipeline": {}, "pixart_pipeline": {**more, "use_resolution_binning": False}}.get(name, more)
+    with Call(model) as call:
+        prompt = [1] if name == "dit_pipeline" else "a boat"
+        pipeline(prompt, num_inference_steps=2, guidance_scale=1.0, **more)
+    args, wanted = call.arguments
+    latent = args[0] if args else wanted["hidden_states"]
+    times = wanted["timestep"] if len(args) < 2 else args[1]
+    times = torch.as_tensor(times).reshape(-1)
+    if name == "sdxl_pipeline":  # told in pixels; those of its VAE are eight for a latent, here two
+        wanted["added_cond_kwargs"]["time_ids"][:, [0, 1, 4, 5]] *= 4
+    family = FAMILIES[type(model).__name__]
+    condition = {"class_labels": wanted.get("class_labels")}
+    if name != "dit_pipeline":
+        condition = family.encode(pipeline, ["a boat"], torch.device("cpu"))
+    with torch.no_grad():
+        expected = model(*args, **{**wanted, "return_dict": False})[0]
+        if name == "flux_pipeline":
+            unpack = (16, 24, pipeline.vae_scale_factor)
+            latent, expected, times = pipeline._unpack_latents(latent, *unpack), expected, 1000 * times
+            expected = pipeline._unpack_latents(expected, *unpack)
+        made = family.call(model, latent, times, condition)
+    torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_teachers_that_do_not_fit_are_refused(images, tmp_path):
+    def refuse(said, *more):
+        with pytest.raises(ConfigError, match=said):
+            distill.train_distill(
+                distill_config.load_distill(None, options(tmp_path / "t", images, tmp_path / "run", *more))
+            )
+
+    pixart()[0].save_pretrained(tmp_path / "t")
+    refuse("PixArtTransformer2DModel alone: give the directory of its pipeline")
+    refuse("matches no attention layer", "student.layers=blocks.*")
+    from linear_parts import wan
+
+    wan()[0].save_pretrained(tmp_path / "t")
+    refuse("WanTransformer3DModel, which distillation does not know how to call; it knows Lin")
