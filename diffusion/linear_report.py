@@ -37,7 +37,9 @@ class LinearizeReport:
             a layer left as it was, or ``"dropped"``), and ``source`` or ``init``.
         costs: per size: tokens, FLOPs and memory of attention before and after, see ``attention_costs``.
         calibration: per layer: error before and after the fit, and what was fitted.
-        sensitivity: layers and the error of linearising each alone, least first, if it was measured.
+        sensitivity: layers and the error of linearising each alone, least first, if it was measured; under a budget
+            also what each saves.
+        budget: of a choice by ``Budget``: size, FLOPs before, allowed and after, and the sum of the chosen errors.
     """
 
     model: tuple[str, str]
@@ -49,6 +51,7 @@ class LinearizeReport:
     costs: list[dict[str, Any]]
     calibration: dict[str, dict[str, Any]] = field(default_factory=dict)
     sensitivity: list[dict[str, Any]] = field(default_factory=list)
+    budget: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, as JSON can hold it."""
@@ -83,6 +86,13 @@ class LinearizeReport:
                 f"attention at {'×'.join(map(str, cost['size']))} ({cost['tokens']:,} tokens): "
                 f"{cost['flops_before'] / 1e9:,.1f} → {cost['flops_after'] / 1e9:,.1f} GFLOPs, largest map or state "
                 f"{cost['bytes_before'] / 2**20:,.1f} → {cost['bytes_after'] / 2**20:,.1f} MiB"
+            )
+        if self.budget:
+            b = self.budget
+            lines.append(
+                f"budget at {'×'.join(map(str, b['size']))}: {b['flops_after'] / 1e9:,.1f} of "
+                f"{b['flops_allowed'] / 1e9:,.1f} GFLOPs (softmax: {b['flops_before'] / 1e9:,.1f}), sum of the layers' "
+                f"errors {b['sum_of_errors']:.3g}"
             )
         for path, fit in self.calibration.items():
             what = ", ".join(fit["fitted"]) or "nothing to fit in closed form"
@@ -213,26 +223,28 @@ def attention_costs(
     layers, and the largest map ``(heads, N, N)`` in bf16, which a plain softmax holds in memory, against the largest
     state ``(heads, D, D')`` in float32. Of local softmax the map of what is seen counts. Layers that stay softmax count
     on both sides."""
-    totals = {"flops_before": 0, "flops_after": 0, "bytes_before": 0, "bytes_after": 0}
-    most = 0
-    for path, original in originals.items():
-        image = math.prod(image_grid(adapter, model, path, size))
-        others = _TEXT.get(adapter.model, getattr(model, "num_prefix_tokens", 0))
-        second = adapter.model == "SD3Transformer2DModel" and path.endswith("attn2")
-        N = image + (0 if second else others)
-        heads = adapter.heads(original)
-        C = width_of(original)
-        most = max(most, N)
-        grid = image_grid(adapter, model, path, size)
-        before = (4 * N * N * C, 2 * heads * N * N)
-        if adapter.model == "SanaTransformer2DModel":  # whose own attention is linear
-            before = _linear_costs({"mixer": "lit", "heads": heads, "options": {}}, N, grid, C)
-        after = _linear_costs(specs[path], N, grid, C) if path in specs else before
-        totals["flops_before"] += before[0]
-        totals["flops_after"] += after[0]
-        totals["bytes_before"] = max(totals["bytes_before"], before[1])
-        totals["bytes_after"] = max(totals["bytes_after"], after[1])
-    return {"size": list(size), "tokens": most, **totals}
+    costs = [layer_costs(adapter, model, path, m, specs.get(path), size) for path, m in originals.items()]
+    result = {"size": list(size), "tokens": max(cost["tokens"] for cost in costs)}
+    for when in ("before", "after"):
+        result[f"flops_{when}"] = sum(cost[when][0] for cost in costs)
+        result[f"bytes_{when}"] = max(cost[when][1] for cost in costs)
+    return result
+
+
+def layer_costs(
+    adapter: Adapter, model: nn.Module, path: str, original: nn.Module, spec: dict | None, size: tuple[int, ...]
+) -> dict[str, Any]:
+    """``tokens`` of one layer and its ``(FLOPs, bytes)`` ``before`` and ``after``, see ``attention_costs``. Without a
+    ``spec`` it stays softmax."""
+    grid = image_grid(adapter, model, path, size)
+    others = _TEXT.get(adapter.model, getattr(model, "num_prefix_tokens", 0))
+    second = adapter.model == "SD3Transformer2DModel" and path.endswith("attn2")
+    N = math.prod(grid) + (0 if second else others)
+    heads, C = adapter.heads(original), width_of(original)
+    before = (4 * N * N * C, 2 * heads * N * N)
+    if adapter.model == "SanaTransformer2DModel":  # whose own attention is linear
+        before = _linear_costs({"mixer": "lit", "heads": heads, "options": {}}, N, grid, C)
+    return {"tokens": N, "before": before, "after": before if spec is None else _linear_costs(spec, N, grid, C)}
 
 
 def width_of(attention: nn.Module) -> int:

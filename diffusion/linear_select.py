@@ -51,8 +51,8 @@ def select_layers(softmax: dict[str, nn.Module], layers: Any) -> list[str]:
         isinstance(x, (str, int)) and not isinstance(x, bool) for x in layers
     ):
         raise TypeError(
-            "layers must be 'all', a pattern or a list of patterns, a list of indices, or a number or fraction of the "
-            f"{len(paths)} layers; got {layers!r}"
+            "layers must be 'all', a pattern or a list of patterns, a list of indices, a Budget, or a number or "
+            f"fraction of the {len(paths)} layers; got {layers!r}"
         )
     if not layers:
         raise ValueError("layers is empty: name at least one layer")

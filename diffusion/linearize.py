@@ -8,6 +8,7 @@ from torch import nn
 
 from . import calibrate as fit
 from .adapters import Adapter, find_adapter, nearest
+from .linear_budget import Budget, plan_budget
 from .linear_cores import TARGETS
 from .linear_denoiser import write_entries
 from .linear_report import (
@@ -56,8 +57,8 @@ def linearize(
             ``inplace`` it is left as it is, to the bit.
         mixer: ``"lit"``, ``"linfusion"``, ``"hedgehog"`` or ``"gla"``; see ``linear_cores`` and docs/linearize.md.
         layers: ``"all"``; a pattern of paths such as ``"single_transformer_blocks.*"``, or a list of them; a list of
-            indices into the model's attention layers; or a number (int) or fraction (float) of layers, the least
-            sensitive ones, measured on ``calibration``.
+            indices into the model's attention layers; a number (int) or fraction (float) of layers, the least
+            sensitive ones, measured on ``calibration``; or a ``Budget`` of FLOPs, which the best set of layers meets.
         heads: heads of the linear attention; must divide the softmax's, whose neighbours are fused. By default the
             same number, for ``"lit"`` about a quarter.
         inherit: ``"qkvo"``, ``"vo"`` or ``"none"``: which projections keep their weights. Norms of queries and keys go
@@ -101,11 +102,13 @@ def linearize(
     softmax = _softmax_layers(adapter, model)
     options = check_options(mixer, options, adapter)
     batches = None if calibration is None else fit.as_batches(calibration)
-    by_sensitivity = isinstance(layers, (int, float)) and not isinstance(layers, bool)
+    by_budget = isinstance(layers, Budget)
+    by_sensitivity = by_budget or (isinstance(layers, (int, float)) and not isinstance(layers, bool))
     chosen = list(softmax) if by_sensitivity else select_layers(softmax, layers)
-    count = count_layers(layers, len(softmax), batches) if by_sensitivity else len(chosen)
+    count = count_layers(layers, len(softmax), batches) if by_sensitivity and not by_budget else len(chosen)
 
     specs = {path: layer_spec(adapter, path, softmax[path], mixer, heads, inherit, options) for path in chosen}
+    plan = plan_budget(layers, adapter, model, specs, softmax, sizes, batches) if by_budget else None
     linearization = {"layers": specs}
     student = model if inplace else copy.deepcopy(model)
     originals = {path: student.get_submodule(path) for path in chosen}
@@ -118,7 +121,9 @@ def linearize(
     fitted = fit.calibrate(student, replacements, batches, INHERIT[inherit]) if batches else {}
     ranking = fit.sensitivity(student, replacements, batches) if by_sensitivity else []
     if by_sensitivity:
-        kept = {row["path"] for row in ranking[:count]}
+        kept = set(plan.choose(ranking)) if plan else {row["path"] for row in ranking[:count]}
+        if plan:
+            ranking = [{**row, "flops_saved": plan.saved[row["path"]]} for row in ranking]
         chosen = [path for path in chosen if path in kept]
         specs = {path: specs[path] for path in chosen}
         linearization = {"layers": specs}
@@ -152,6 +157,7 @@ def linearize(
         ],
         calibration={path: fitted[path] for path in chosen if path in fitted},
         sensitivity=ranking,
+        budget=plan.to_dict(chosen, ranking) if plan else None,
     )
     _finish(adapter, student, linearization, {p: replacements[p] for p in chosen}, originals)
     if keep_original:

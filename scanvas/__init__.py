@@ -35,6 +35,7 @@ _LAZY: dict[str, str] = {
     "attention_over_steps": "scanvas.train.maps",
     "linearize": "scanvas.diffusion.linearize",
     "delinearize": "scanvas.diffusion.linearize",
+    "Budget": "scanvas.diffusion.linear_budget",
     "save_linearized": "scanvas.diffusion.linear_timm",
     "load_linearized": "scanvas.diffusion.linear_timm",
     "LinearizedDiTTransformer2DModel": "scanvas.diffusion.linear_classes",
@@ -58,7 +59,7 @@ _HIDDEN = {"ModelMixin": "diffusers"}
 __all__ = ["__version__", "create_mixer", "list_mixers", *_LAZY]
 
 
-_register_with_diffusers(name for name in _LAZY if name[0].isupper())  # classes only
+_register_with_diffusers(name for name in _LAZY if name[0].isupper() and name != "Budget")  # classes to save and load
 
 
 def __getattr__(name: str):

@@ -1,5 +1,6 @@
 """Closed-form calibration, choice of layers by sensitivity, and the command line."""
 
+import itertools
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from test_linearize_holds import paint, pipeline
 
 import scanvas
 from scanvas.diffusion import calibrate
+from scanvas.diffusion.linear_budget import least_error
 from scanvas.diffusion.linear_cores import TARGETS
 
 
@@ -112,6 +114,69 @@ def test_least_sensitive_layers(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["sensitivity"] == report.sensitivity
     pytest.importorskip("matplotlib")
     assert (tmp_path / "report.png").stat().st_size > 0
+
+
+def test_the_set_under_a_budget_is_the_best():
+    """Against all subsets, with costs and errors that make the least sensitive layers, one by one, a bad choice."""
+    random = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        names = [f"layer {i}" for i in range(8)]
+        errors = dict(zip(names, torch.rand(8, generator=random).tolist()))
+        saved = dict(zip(names, torch.randint(-3, 12, (8,), generator=random).tolist()))
+        total = sum(max(s, 0) for s in saved.values())
+        wanted = int(torch.randint(1, total + 1, (1,), generator=random))
+        subsets = [s for n in range(9) for s in itertools.combinations(names, n) if sum(saved[k] for k in s) >= wanted]
+        best = min(sum(errors[k] for k in s) for s in subsets)
+        chosen = least_error(errors, saved, wanted)
+        assert sum(saved[k] for k in chosen) >= wanted
+        assert sum(errors[k] for k in chosen) == pytest.approx(best)
+
+
+def test_budget(tmp_path):
+    """Of a UNet, whose layers cost unlike much: the fraction is met, and it is the cheapest set that meets it."""
+    model, inputs = build("unet")
+    before = snapshot(model)
+    arguments = {"calibration": [inputs], "sizes": [(16, 24)], "kernel_size": 0}
+    _, everything = scanvas.linearize(model, "lit", "all", **arguments)
+    softmax, least = (everything.costs[0][f"flops_{when}"] for when in ("before", "after"))
+    student, report = scanvas.linearize(model, "lit", scanvas.Budget(0.5), **arguments)
+    budget = report.budget
+    assert report.costs[0]["flops_after"] == budget["flops_after"] <= 0.5 * softmax
+    assert budget["flops_before"] == softmax
+    chosen = {row["path"] for row in report.layers}
+    assert 0 < len(chosen) < len(report.sensitivity) == len(everything.layers)
+    assert budget["sum_of_errors"] == pytest.approx(sum(r["error"] for r in report.sensitivity if r["path"] in chosen))
+    saved = {row["path"]: row["flops_saved"] for row in report.sensitivity}
+    assert softmax - sum(saved[path] for path in chosen) == budget["flops_after"]
+    assert sum(saved.values()) == softmax - least
+    assert f"budget at 16×24: {budget['flops_after'] / 1e9:,.1f} of" in str(report)
+    report.save(tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text())["budget"] == budget
+    _, absolute = scanvas.linearize(model, "lit", scanvas.Budget(budget["flops_allowed"], (16, 24)), **arguments)
+    assert absolute.layers == report.layers
+    for wrong, message in (
+        (
+            scanvas.Budget(0.001),
+            r"even with all layers linearised attention costs .* FLOPs at 16×24 \(0.* of the softmax",
+        ),
+        (scanvas.Budget(softmax), "no more than the .* allowed; there is nothing to linearise"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scanvas.linearize(model, "lit", wrong, **arguments)
+    with pytest.raises(ValueError, match="needs calibration"):
+        scanvas.linearize(model, "lit", scanvas.Budget(0.5))
+    with pytest.raises(ValueError, match="tells no size of its own"):
+        scanvas.linearize(model, "lit", scanvas.Budget(0.5), calibration=[inputs], sizes=[])
+    for flops, error in (
+        (0.0, ValueError),
+        (1.5, ValueError),
+        (-3, ValueError),
+        (True, TypeError),
+        ("half", TypeError),
+    ):
+        with pytest.raises(error, match="Budget: flops must be"):
+            scanvas.Budget(flops)
+    assert same(model, before)
 
 
 def test_command_line(tmp_path, command):
