@@ -9,9 +9,12 @@ from linear_parts import dit, flux, pixart, sd35, unet
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
 import scanvas
-from scanvas.train import distill, distill_config
+from scanvas.diffusion.presets import PRESETS
+from scanvas.train import distill, distill_config, distill_denoise
+from scanvas.train.config import recipes
 from scanvas.train.distill_families import FAMILIES
 from scanvas.train.errors import ConfigError
+from scanvas.train.process import Process, create_scheduler
 from scanvas.train.text import word_tokenizer
 
 CAPTIONS = {"apple": "a red apple", "boat": "a boat", "cup": "a cup of tea"}
@@ -200,3 +203,98 @@ def test_teachers_that_do_not_fit_are_refused(images, tmp_path):
 
     wan()[0].save_pretrained(tmp_path / "t")
     refuse("WanTransformer3DModel, which distillation does not know how to call; it knows Lin")
+
+
+# ---- shipped recipes, with teachers of the published sizes that have no weights
+
+SMALL = {"in_channels": 3, "out_channels": 6, "num_classes": 10}
+NANO = {**PRESETS["dig_t2i_nano"], "patch_size": 2, "mixer": "softmax", "mixer_kwargs": None}
+UNET = {"in_channels": 4, "out_channels": 4, "layers_per_block": 2}
+SD15 = {
+    **UNET, "sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8,
+    "block_out_channels": [320, 640, 1280, 1280],
+}  # fmt: skip
+SDXL = {
+    **UNET, "sample_size": 128, "cross_attention_dim": 2048, "attention_head_dim": [5, 10, 20],
+    "block_out_channels": [320, 640, 1280], "transformer_layers_per_block": [1, 2, 10], "use_linear_projection": True,
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+}  # fmt: skip
+FLUX = {
+    "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24,
+    "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True,
+}  # fmt: skip
+SD35 = {
+    "sample_size": 128, "patch_size": 2, "in_channels": 16, "num_layers": 24, "attention_head_dim": 64,
+    "num_attention_heads": 24, "joint_attention_dim": 4096, "caption_projection_dim": 1536, "out_channels": 16,
+    "pooled_projection_dim": 2048, "pos_embed_max_size": 384, "qk_norm": "rms_norm",
+    "dual_attention_layers": list(range(13)),
+}  # fmt: skip
+
+
+def xl(size):
+    return {
+        "num_attention_heads": 16, "attention_head_dim": 72, "in_channels": 4, "out_channels": 8, "num_layers": 28,
+        "sample_size": size, "patch_size": 2, "num_embeds_ada_norm": 1000, "norm_type": "ada_norm_zero",
+    }  # fmt: skip
+
+
+TEACHERS = {
+    "cifar10_dit": ("LinearDiTTransformer2DModel", {**PRESETS["dit_s_2"], **SMALL}, "DDPMScheduler", 12),
+    "digits": (
+        "LinearDiTTransformer2DModel",
+        {**PRESETS["dig_t2i_nano"], **NANO},
+        "FlowMatchEulerDiscreteScheduler",
+        4,
+    ),
+    "lit_dit_xl_2_256": ("DiTTransformer2DModel", xl(32), "DDIMScheduler", 28),
+    "lit_dit_xl_2_512": ("DiTTransformer2DModel", xl(64), "DDIMScheduler", 28),
+    "linfusion_sd15": ("UNet2DConditionModel", SD15, "PNDMScheduler", 16),
+    "linfusion_sdxl": ("UNet2DConditionModel", SDXL, "EulerDiscreteScheduler", 70),
+    "clear_flux": ("FluxTransformer2DModel", FLUX, "FlowMatchEulerDiscreteScheduler", 57),
+    "sd35_t5": ("SD3Transformer2DModel", SD35, "FlowMatchEulerDiscreteScheduler", 18),
+    "cifar10_deit": ("deit_tiny_patch16_224", {"img_size": 32, "patch_size": 4}, None, 12),
+    "deit_linear": ("deit_tiny_patch16_224", None, None, 12),
+}
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_shipped_recipes_fit_their_teachers(name, tmp_path):
+    """Everything of a recipe but data and weights fits together, and its header says how to run it."""
+    cls, settings, scheduler, layers = TEACHERS[name]
+    text = recipes("distill")[f"distill/{name}"].read_text(encoding="utf-8")
+    assert f"--config {name}" in text
+    assert all(f"# {word}:" in text for word in ("Paper", "Cost", "Expected", "Command"))
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    if scheduler:
+        (teacher / "scheduler").mkdir()
+        (teacher / "config.json").write_text(json.dumps({"_class_name": cls, **settings}))
+        told = {"_class_name": scheduler}
+        (teacher / "scheduler" / "scheduler_config.json").write_text(json.dumps(told))
+    elif settings:
+        told = {"architecture": cls, "num_classes": 10, "model_args": settings}
+        (teacher / "config.json").write_text(json.dumps(told))
+    overrides = [f"teacher.checkpoint={teacher}"] if settings else []
+    config = distill_config.load_distill(name, [*overrides, "data.root=x"])
+    distill_config.check_config(config)
+    source = "classify" if scheduler is None else "denoise"
+    assert config.task == source
+    linear = distill._SOURCES[source][1](config)
+    assert len(linear.layers) == layers
+    stages = [distill_config.stage_config(config, i, True).stages[-1] for i in range(len(config.stages))]
+    assert stages[-1].kind == "end_to_end"
+    if scheduler:
+        folder = distill_denoise.Folder(str(teacher))
+        family = FAMILIES.get(cls)
+        wanted = family.wanted(settings) if family else settings
+        learned = wanted.get("out_channels") not in (None, wanted["in_channels"])
+        predicts = folder.prediction(family)
+        derived = distill_denoise.derived_config(config, folder, learned, predicts)
+        Process(create_scheduler(derived.noise, predicts, learned), predicts, derived.noise)
+        assert learned == ("vlb" in stages[-1].terms)
+
+
+def test_no_recipe_is_left_out():
+    assert {f"distill/{name}" for name in TEACHERS} == set(recipes("distill"))

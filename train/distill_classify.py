@@ -22,7 +22,7 @@ from .config import ModelConfig
 from .data import train_transform
 from .distill_config import DistillClassifyConfig, TeacherConfig
 from .distill_losses import Seen
-from .distill_student import linearized
+from .distill_student import Linear, linearized
 from .errors import CheckpointError, ConfigError, nearest
 from .latents import fingerprint
 from .models import load_classifier
@@ -77,12 +77,13 @@ def architecture(config: TeacherConfig) -> tuple[str, dict[str, Any]]:
     return config.name, dict(config.kwargs)
 
 
-def check_architecture(config: DistillClassifyConfig) -> None:
-    """Raise what does not fit between the teacher's architecture and ``student`` before weights or data are read."""
+def check_architecture(config: DistillClassifyConfig) -> Linear:
+    """Raise what does not fit between the teacher's architecture and ``student`` before weights or data are read.
+    Returns the student without weights."""
     name, kwargs = architecture(config.teacher)
     with torch.device("meta"):
         model = _create(name, kwargs)
-    linearized(model, config.student, None)
+    return linearized(model, config.student, None)
 
 
 def _create(name: str, kwargs: dict[str, Any], **more: Any) -> nn.Module:

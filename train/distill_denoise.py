@@ -24,7 +24,7 @@ from .distill_config import DistillDenoiseConfig
 from .distill_families import FAMILIES, Condition, Family
 from .distill_losses import Seen
 from .distill_models import DTYPES, move
-from .distill_student import linearized
+from .distill_student import Linear, linearized
 from .errors import CheckpointError, ConfigError
 from .quiet import no_bars
 
@@ -282,8 +282,9 @@ class DenoiseSource(DenoiseTask):
             ) from error
 
 
-def check_architecture(config: DistillDenoiseConfig) -> None:
-    """Raise what does not fit between the teacher's config and ``student`` before weights or data are looked at."""
+def check_architecture(config: DistillDenoiseConfig) -> Linear:
+    """Raise what does not fit between the teacher's config and ``student`` before weights or data are looked at.
+    Returns the student without weights."""
     folder = Folder(config.teacher.checkpoint)
     if folder.cls.startswith("Linearized"):
         raise ConfigError(
@@ -297,4 +298,4 @@ def check_architecture(config: DistillDenoiseConfig) -> None:
     cls = LinearDiTTransformer2DModel if folder.cls == OWN else getattr(diffusers, folder.cls)
     with torch.device("meta"):
         model = cls.from_config(folder.config)
-    linearized(model, config.student, None)
+    return linearized(model, config.student, None)
