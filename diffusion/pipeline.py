@@ -46,6 +46,35 @@ class LinearDiTPipelineBase(DiffusionPipeline, DenoiserLoraMixin):
         self._num_timesteps = 0
         self._interrupt = False
 
+    def enable_vae_tiling(self, **options: Any) -> None:
+        """Encode and decode large images in overlapping tiles, blended at their seams: the autoencoder then needs the
+        memory of one tile, whatever the size of the image.
+
+        Args:
+            options: of the autoencoder's own ``enable_tiling``.
+
+        Raises:
+            ValueError: there is no autoencoder.
+        """
+        self._autoencoder("tiling").enable_tiling(**options)
+
+    def disable_vae_tiling(self) -> None:
+        """Encode and decode images in one piece again."""
+        self._autoencoder("tiling").disable_tiling()
+
+    def enable_vae_slicing(self) -> None:
+        """Decode the images of a batch one by one."""
+        self._autoencoder("slicing").enable_slicing()
+
+    def disable_vae_slicing(self) -> None:
+        """Decode the images of a batch together again."""
+        self._autoencoder("slicing").disable_slicing()
+
+    def _autoencoder(self, what: str) -> Any:
+        if self.vae is None:
+            raise ValueError(f"VAE {what}: this pipeline paints pixels and has no vae")
+        return self.vae
+
     @property
     def vae_scale_factor(self) -> int:
         """Pixels per latent along each axis; 1 without a VAE."""
