@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scanvas.kernels.linear import IMPLEMENTATIONS, attention_matrix, linear_attention
+from scanvas.kernels.linear import IMPLEMENTATIONS, attention_matrix, linear_attention, reference
 
 BUDGET = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SHAPES = [(2, 33, 3, 8, 5), (1, 2, 1, 2, 1), (3, 64, 2, 16, 16), (1, 197, 2, 72, 36)]  # B, N, H, D, Dv
@@ -45,6 +45,25 @@ def test_values_and_gradients(shape, normalizers, dtype, impl):
     pairs = [(out, exact), *((a.grad, b.grad) for a, b in zip(low, high))]
     for a, b in pairs:
         assert (a.double() - b).norm() <= BUDGET[dtype] * (b.norm() + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", BUDGET)
+@pytest.mark.parametrize("normalizers", [False, True])
+def test_long_sequences_in_parts(normalizers, dtype, monkeypatch):
+    """Where no gradient is recorded, part by part: the same, whatever remains for the last part."""
+    low = inputs((2, 33, 3, 8, 5), dtype, normalizers)
+    high = [x.detach().double() for x in low]
+    monkeypatch.setattr(reference, "_AT_A_TIME", 10)
+    parts = []
+    in_parts = reference._in_parts
+    monkeypatch.setattr(reference, "_in_parts", lambda *args: parts.append(1) or in_parts(*args))
+    with torch.no_grad():
+        out, exact = call(low), by_hand(*high)
+    assert parts
+    assert out.dtype == dtype
+    assert (out.double() - exact).norm() <= BUDGET[dtype] * exact.norm()
+    call(low).sum().backward()
+    assert len(parts) == 1
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from scanvas.backbones.mixers import MIXERS, TokenMixer, create_mixer, list_mixers
+from scanvas.backbones.mixers import MIXERS, TokenMixer, create_mixer, list_mixers, t5
 from scanvas.backbones.rope import apply_rope, axial_angles
 
 CASES = [
@@ -266,8 +266,10 @@ def test_local_is_its_definition():
     torch.testing.assert_close(wide(x, grid, prefix), plain(x, grid, prefix))
 
 
-def test_t5_is_one_step_of_gradient_descent():
-    """The inner gradient by automatic differentiation, the key's norm and the convolutions by hand."""
+@pytest.mark.parametrize("at_a_time", [None, 7])
+def test_t5_is_one_step_of_gradient_descent(at_a_time, monkeypatch):
+    """The inner gradient by automatic differentiation, the key's norm and the convolutions by hand; without gradients
+    also part by part."""
     grid, prefix = (3, 5), 1
     mixer = build("t5", dim=16, heads=2)
     x = tokens(grid, prefix=prefix, dim=16, batch=2)
@@ -291,7 +293,10 @@ def test_t5_is_one_step_of_gradient_descent():
             loss = -(network(k[sample, :, s], *weights) * v[sample, :, s]).sum() * 8**-0.5 / 16
             steps = torch.autograd.grad(loss, weights)
             expected[sample, :, s] = network(q[sample, :, s], *(w - g for w, g in zip(weights, steps)))
-    torch.testing.assert_close(mixer(x, grid, prefix), mixer.to_out[0](expected))
+    if at_a_time:
+        monkeypatch.setattr(t5, "_AT_A_TIME", at_a_time)
+    with torch.set_grad_enabled(not at_a_time):
+        torch.testing.assert_close(mixer(x, grid, prefix), mixer.to_out[0](expected))
     assert create_mixer("t5", 16, 2).inner.w1.abs().max() < 0.1
 
 

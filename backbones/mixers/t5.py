@@ -31,6 +31,9 @@ def _shares(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return (weight / weight.sum(1, keepdim=True).clamp_min(1e-12))[..., None, None]
 
 
+_AT_A_TIME = 8192  # tokens
+
+
 @torch.jit.ignore
 @outside_autocast
 def train_and_apply(
@@ -49,20 +52,30 @@ def train_and_apply(
     """
     dtype, result = torch.promote_types(v.dtype, torch.float32), v.dtype
     D, N = q.shape[-1], q.shape[1]
-    v = v.to(dtype)
-    share = v * (D**-0.5 / N) if weight is None else v * (D**-0.5 * _shares(weight, dtype))
-    q, k, share = (x.to(dtype).transpose(1, 2) for x in (q, k, share))  # (B, H, N, D)
+    counts = q.new_full((1, N, 1, 1), 1 / N, dtype=dtype) if weight is None else _shares(weight, dtype)
     w1, w2, w3 = (w.to(dtype) for w in (w1, w2, w3))
-    a, b = k @ w1, k @ w2
-    s = a.sigmoid()
-    gate = a * s
-    upstream = share @ w3.mT
-    # Minus the gradients, by hand: a gradient of a gradient would cost more, and not export.
-    step1 = k.mT @ (upstream * b * s * (1 + a * (1 - s)))
-    step2 = k.mT @ (upstream * gate)
-    step3 = (gate * b).mT @ share
-    out = (F.silu(q @ (w1 + step1)) * (q @ (w2 + step2))) @ (w3 + step3)
-    return out.transpose(1, 2).to(result)
+    # In training all tokens at once; else so many that their float32 copies do not fill the memory.
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, w1, w2, w3))
+    size = N if recorded else min(N, _AT_A_TIME)
+    parts = [slice(i, i + size) for i in range(0, N, size)]
+    step1 = step2 = step3 = 0
+    for part in parts:
+        k_ = k[:, part].to(dtype).transpose(1, 2)  # (B, H, N, D)
+        share = (v[:, part].to(dtype) * counts[:, part] * D**-0.5).transpose(1, 2)
+        a, b = k_ @ w1, k_ @ w2
+        s = a.sigmoid()
+        gate = a * s
+        upstream = share @ w3.mT
+        # Minus the gradients, by hand: a gradient of a gradient would cost more, and not export.
+        step1 = step1 + k_.mT @ (upstream * b * s * (1 + a * (1 - s)))
+        step2 = step2 + k_.mT @ (upstream * gate)
+        step3 = step3 + (gate * b).mT @ share
+    w1, w2, w3 = w1 + step1, w2 + step2, w3 + step3
+    out = []
+    for part in parts:
+        q_ = q[:, part].to(dtype).transpose(1, 2)
+        out.append(((F.silu(q_ @ w1) * (q_ @ w2)) @ w3).transpose(1, 2).to(result))
+    return torch.cat(out, dim=1) if len(out) > 1 else out[0]
 
 
 class InnerNetwork(nn.Module):
