@@ -28,6 +28,14 @@ def test_hostile_gates(impl, dtype, gate):
     testing.check("gated_linear_attention", inputs, impl, dtype)
 
 
+@pytest.mark.parametrize("whole", [10, 39, 41, 50, 59, 61, 90])
+def test_gradients_of_steady_decays(whole):
+    """Chunks of 64 tokens that decay by exp(-whole) in all, where factors of decays near the end of float32's range."""
+    q, k, v, f, r = testing.make_inputs("gated_linear_attention", 1, 128, 2, 6, 5)
+    f, r = (torch.full_like(g, -whole / 64) for g in (f, r))
+    testing.check("gated_linear_attention", (q, k, v, f, r), "torch", torch.float32)
+
+
 @pytest.mark.parametrize("impl", PLAIN)
 @pytest.mark.parametrize(("Dk", "Dv"), [(1, 1), (16, 80), (72, 8)])
 def test_head_dimensions(impl, Dk, Dv):
