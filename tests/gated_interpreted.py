@@ -9,10 +9,11 @@ from scanvas.kernels.gated import gated_linear_attention, launch
 BOTH = "gated_linear_attention"
 
 
-@pytest.fixture(params=[1, 4], ids=["segments", "one segment"])
+@pytest.fixture(params=["segments", "one segment", "fused"])
 def cut(request, monkeypatch):
-    """Cut even short sequences into segments, or do not."""
-    monkeypatch.setattr(launch, "MIN_SEGMENT_CHUNKS", request.param)
+    """Cut even short sequences into segments, do not, or take the single launch."""
+    monkeypatch.setattr(launch, "MIN_SEGMENT_CHUNKS", 1 if request.param == "segments" else 4)
+    monkeypatch.setattr(launch, "FUSED_PROGRAMS", 1 if request.param == "fused" else 1 << 30)
 
 
 @pytest.mark.parametrize("N", [1, 17, 45])
@@ -26,11 +27,11 @@ def test_operations(operation, cut):
 
 
 @pytest.mark.parametrize("gate", testing.GATES)
-def test_gates(gate):
+def test_gates(gate, cut):
     testing.check(BOTH, testing.make_inputs(BOTH, 1, 40, 1, 16, 16, gate=gate), "triton", torch.float32)
 
 
-@pytest.mark.parametrize(("Dk", "Dv"), [(5, 40), (20, 9)])
+@pytest.mark.parametrize(("Dk", "Dv"), [(5, 72), (40, 9)])
 def test_head_dimensions_and_tiles(Dk, Dv):
     testing.check(BOTH, testing.make_inputs(BOTH, 1, 18, 1, Dk, Dv), "triton", torch.float32)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from scanvas.kernels import dispatch
 
 from .chunked import chunked
-from .reference import log_decay_from_logits, quadratic, recurrent
+from .reference import accumulation_dtype, log_decay_from_logits, quadratic, recurrent
 
 IMPLEMENTATIONS: dict[str, Callable] = {"recurrent": recurrent, "quadratic": quadratic, "torch": chunked}
 if dispatch.TRITON_USABLE:
@@ -56,10 +56,8 @@ def _check_all(q, k, v, gate, reverse_gate, initial_state, reverse_initial_state
 
 @dispatch.outside_autocast
 def _run(q, k, v, gate, reverse_gate, normalizer, scale, impl, initial_state, reverse_initial_state, return_states):
-    if impl == "auto":
-        # Until their sweep on a GPU passes (README.md, Status), the kernels are only used where they are asked for.
-        impl = "torch"
-    name = dispatch.resolve("gated_linear_attention", impl, q.device, IMPLEMENTATIONS)
+    dtype = accumulation_dtype(q, k, v, gate, reverse_gate)
+    name = dispatch.resolve("gated_linear_attention", impl, q.device, IMPLEMENTATIONS, dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     states = {"initial_state": initial_state, "reverse_initial_state": reverse_initial_state}
     if name == "triton":  # fuses the gate's activation
@@ -98,8 +96,9 @@ def gated_linear_attention(
             checked, since that would have to wait for the device: a positive one makes the state grow.
         reverse_log_decay: the same for the scan from the right; ``None`` leaves that scan out (causal attention).
         scale: factor on the scores, ``Dk ** -0.5`` by default.
-        impl: ``"auto"`` or ``"torch"`` (chunked, linear in N), ``"triton"`` (fused, on a GPU; experimental, see
-            README.md in this folder), or one of the definitions ``"recurrent"`` and ``"quadratic"``.
+        impl: ``"triton"`` (fused, on a GPU), ``"torch"`` (chunked, linear in N), ``"auto"`` for the first of these that
+            can run, or one of the definitions ``"recurrent"`` and ``"quadratic"``. If q, k and v are bfloat16 the
+            kernels round log decays to bfloat16 too.
         initial_state, reverse_initial_state: ``(B, H, Dk, Dv)``, the state left of the first token and right of the
             last one; zero by default. With them a sequence can be processed in pieces.
         return_states: also return the states after the last and before the first token.

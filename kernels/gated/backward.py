@@ -5,168 +5,190 @@ With P = dout vᵀ, D the decays between tokens, S the state before a chunk and 
     dq_i = Σ_j P_ij D_ij k_j + decay · S dout_i        dk_j = Σ_i P_ij D_ij q_i + decay · dS v_j
     dv   = scoresᵀ dout + decayed keys · dS
 
-A gate t takes part in the pairs key < t ≤ query; its gradient is the sum over the tokens ≥ t of q ⊙ dq - k ⊙ dk, in
-which pairs with both tokens ≥ t cancel. It is summed inside the chunk only: the pairs with the query behind the chunk
-add up to Σ_v S ⊙ dS there, so that rounding does not accumulate over the sequence.
+A gate t takes part in the pairs key < t ≤ query. Within the chunk these are the sum over the tokens from t on of
+q ⊙ dq - k ⊙ dk, in which pairs with both tokens there cancel; keys before t meet queries behind the chunk in k ⊙ dS v;
+and pairs around the chunk add up to Σ_v S ⊙ dS. All products are formed of operands as rounded for the matrix products,
+so that what should cancel does.
 """
 
 import triton
 import triton.language as tl
 
 from .blocks import (
-    LOG2E,
-    clamped,
-    column_sums,
-    hidden_zero,
-    in_order,
+    gate_slope,
+    halves,
+    level_factors,
+    level_mask,
     load_state,
     load_tile,
     log_decay,
     masked,
     mm,
     mm_add,
-    opaque,
-    store_state,
+    precise_sums,
     store_tile,
-    sums,
-    sums_add,
 )
-from .forward import RANGE, centred_factors, level_factors, level_mask
-from .states import gradient_sweep
+from .chunks import close_factors, far_factors, from_middle, is_far, place
 
 
 @triton.jit
-def close_gradients(
-    q, k, v, dout, g, total, state, d_state, zero, L: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr
-):
-    """dq, dk, dv, the gates' part before its sum over tokens, the pairs that reach beyond the chunk, and the state
-    behind it. ``state`` is the one before the chunk, ``d_state`` the gradient of the one behind it."""
-    i = tl.arange(0, L)[:, None] + zero
-    j = tl.arange(0, L)[None, :]
-    of_query, of_key, half = centred_factors(g, total, L, DT)
-    q_g = (q.to(tl.float32) * of_query).to(DT)
-    k_g = (k.to(tl.float32) * of_key).to(DT)
-    state *= half
-    d_state *= half
-    d_state_low = d_state.to(DT)
-    scores_t = masked(i <= j, mm(k_g, tl.trans(q_g), PREC), DT)
-    dv = mm_add(scores_t, dout, mm(k_g, tl.trans(d_state_low), PREC), PREC)
-    p = masked(j <= i, mm(dout, tl.trans(v), PREC), DT)
-    dq = opaque(mm_add(dout, state.to(DT), mm(p, k_g, PREC), PREC) * of_query)
-    p_t = masked(i <= j, mm(v, tl.trans(dout), PREC), DT)
-    dk = opaque(mm_add(v, d_state_low, mm(p_t, q_g, PREC), PREC) * of_key)
-    dg = opaque(q).to(tl.float32) * dq - opaque(k).to(tl.float32) * dk
-    state = mm_add(tl.trans(v), k_g, state, PREC)
-    return dq, dk, dv, dg, state * d_state, state * half
+def summed(u, once, REVERSE: tl.constexpr, L: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
+    """Gradients of the log decays: u summed over the tokens from each on, in the order of the scan, plus ``once``,
+    which has half of the sum of u already."""
+    half = precise_sums(halves(L), u, DT, PREC)
+    if REVERSE:
+        result = half + once[None, :]
+    else:
+        result = (u - half) + once[None, :]
+    return result
 
 
 @triton.jit
-def far_gradients(q, k, v, dout, g, total, state, d_state, zero, L: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
-    """As ``close_gradients`` for any gates. Here the gates' part is made of the operands of the matrix products,
-    rounded as those, so that what should cancel cancels: the gradient of a gate that lets nothing through is zero."""
-    i = tl.arange(0, L)[:, None] + zero
+def far_gradients(q, k, g, p, p_t, REVERSE: tl.constexpr, L: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
+    """Of pairs of two different tokens of the chunk: the gates' part before its sum over tokens, dq, dk and the
+    transposed scores."""
+    i = tl.arange(0, L)[:, None]
     j = tl.arange(0, L)[None, :]
-    g = clamped(g)
     q, k = q.to(tl.float32), k.to(tl.float32)
-    of_query, of_key = level_factors(g, L, zero, L, DT)
-    q_g = (q * of_query).to(DT)
-    k_g = (k * of_key).to(DT)
-    d_state_low = d_state.to(DT)
-    dq = mm(dout, state.to(DT), PREC)
-    dk = mm(v, d_state_low, PREC)
-    dv = mm(k_g, tl.trans(d_state_low), PREC)
-    dg = q_g.to(tl.float32) * dq - k_g.to(tl.float32) * dk
-    dq *= of_query
-    dk *= of_key
-    state = mm_add(tl.trans(v), k_g, state * tl.exp2(total * LOG2E), PREC)
-    beyond = state * d_state_low.to(tl.float32)
-    p = mm(dout, tl.trans(v), PREC)
-    p_t = mm(v, tl.trans(dout), PREC)
-    scores_t = tl.where(i == j, mm(k.to(DT), tl.trans(q.to(DT)), PREC), 0.0)
-    dq += mm(masked(i == j, p, DT), k.to(DT), PREC)
-    dk += mm(masked(i == j, p_t, DT), q.to(DT), PREC)
+    u = tl.zeros(q.shape, tl.float32)
+    dq = tl.zeros(q.shape, tl.float32)
+    dk = tl.zeros(q.shape, tl.float32)
+    scores_t = tl.zeros((L, L), tl.float32)
     size = 1
     while size < L:
-        of_query, of_key = level_factors(g, size, zero, L, DT)
+        of_query, of_key = level_factors(g, size, REVERSE, L, PREC)
         q_g = (q * of_query).to(DT)
         k_g = (k * of_key).to(DT)
-        met = level_mask(i, j, size)
-        met_t = level_mask(j, i, size)
+        met = level_mask(i, j, size, REVERSE)
+        met_t = level_mask(j, i, size, REVERSE)
         scores_t += tl.where(met_t, mm(k_g, tl.trans(q_g), PREC), 0.0)
-        dq_g = mm(masked(met, p, DT), k_g, PREC)
-        dk_g = mm(masked(met_t, p_t, DT), q_g, PREC)
-        dg += q_g.to(tl.float32) * dq_g - k_g.to(tl.float32) * dk_g
+        dq_g = mm(tl.where(met, p, 0.0).to(DT), k_g, PREC)
+        dk_g = mm(tl.where(met_t, p_t, 0.0).to(DT), q_g, PREC)
+        u += q_g.to(tl.float32) * dq_g - k_g.to(tl.float32) * dk_g
         dq += dq_g * of_query
         dk += dk_g * of_key
         size *= 2
-    return dq, dk, mm_add(scores_t.to(DT), dout, dv, PREC), dg, beyond, state
+    return u, dq, dk, scores_t
 
 
 @triton.jit
-def store_sum(pointer, x, chunk, length, stride, first, ADD: tl.constexpr, D: tl.constexpr, L: tl.constexpr,
-              BD: tl.constexpr):  # fmt: skip
-    if ADD:
-        x += load_tile(pointer, chunk, length, stride, first, D, L, BD).to(tl.float32)
-    store_tile(pointer, x, chunk, length, stride, first, D, L, BD)
-
-
-@triton.jit
-def gradients_of_direction(
-    q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, g_ptr, g_token, dout_ptr, dout_token,
-    dq_ptr, dk_ptr, dv_ptr, dg_ptr, stash_ptr, state, gradient, lowest, scale, first, last, H,
-    first_v, REVERSE: tl.constexpr, CLOSE: tl.constexpr, NORMALIZER: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+def gradients_of_chunk(
+    program, q_ptr, q_batch, q_token, q_head, k_ptr, k_batch, k_token, k_head, v_ptr, v_batch, v_token, v_head,
+    f_ptr, f_batch, f_token, f_head, r_ptr, r_batch, r_token, r_head, dout_ptr, dout_batch, dout_token, dout_head,
+    dq_ptr, dk_ptr, df_ptr, dr_ptr, dv_ptr, stash_ptr, gradient_ptr, lowest_ptr,
+    scale, N, H, heads, chunks, tile_stride,
+    CLOSE: tl.constexpr, BIDIRECTIONAL: tl.constexpr, NOTED: tl.constexpr, NORMALIZER: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, BV2: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """One direction's gradients; the reverse's are added to those of q, k and v that the other has stored. Returns the
-    gradient of the state before the first token and ``lowest``, as in ``forward``."""
-    q_ptr, q_stride = in_order(q_ptr, q_token, first, last, REVERSE)
-    k_ptr, k_stride = in_order(k_ptr, k_token, first, last, REVERSE)
-    v_ptr, v_stride = in_order(v_ptr, v_token, first, last, REVERSE)
-    g_ptr, g_stride = in_order(g_ptr, g_token, first, last, REVERSE)
-    dout_ptr, dout_stride = in_order(dout_ptr, dout_token, first, last, REVERSE)
-    dq_ptr, narrow = in_order(dq_ptr, H * DK, first, last, REVERSE)
-    dk_ptr, narrow = in_order(dk_ptr, H * DK, first, last, REVERSE)
-    dg_ptr, narrow = in_order(dg_ptr, H * DK, first, last, REVERSE)
-    dv_ptr, wide = in_order(dv_ptr, H * DV, first, last, REVERSE)
-    length = last - first
-    gradient = gradient_sweep(
-        q_ptr, q_stride, dout_ptr, dout_stride, g_ptr, g_stride, stash_ptr, gradient, length, first_v,
-        NORMALIZER, DK, DV, L, BK, BV, DT, PREC, STAGES,
-    )  # fmt: skip
-    tl.debug_barrier()  # the stash, and the other direction's gradients, are read by other threads than wrote them
+    WK: tl.constexpr = KP * BK
+    DIRECTIONS: tl.constexpr = 2 if BIDIRECTIONAL else 1
+    head, chunk, tile = place(program, heads, chunks)
+    first_v = tile * (BV + BV2)
+    b, h = head // H, head % H
+    q_ptr += b * q_batch + h * q_head
+    k_ptr += b * k_batch + h * k_head
+    v_ptr += b * v_batch + h * v_head
+    f_ptr += b * f_batch + h * f_head
+    r_ptr += b * r_batch + h * r_head
+    dout_ptr += b * dout_batch + h * dout_head
+    narrow = tile.to(tl.int64) * tile_stride + (b * N * H + h) * DK
+    dv_ptr += (b * N * H + h) * DV
+    NOTES: tl.constexpr = (KP + NOTED - 1) // NOTED
+    lowest_ptr += (head * chunks + chunk) * (DIRECTIONS * NOTES)
     i = tl.arange(0, L)[:, None]
-    t = tl.arange(0, L)[None, :]
-    for number in tl.range(0, tl.cdiv(length, L), num_stages=STAGES):
-        chunk = number + 0 * length
-        zero = hidden_zero(chunk)
-        q = load_tile(q_ptr, chunk, length, q_stride, 0, DK, L, BK)
-        k = load_tile(k_ptr, chunk, length, k_stride, 0, DK, L, BK)
-        v = load_tile(v_ptr, chunk, length, v_stride, first_v, DV, L, BV).to(DT)
-        dout = load_tile(dout_ptr, chunk, length, dout_stride, first_v, DV, L, BV).to(DT)
-        gate = load_tile(g_ptr, chunk, length, g_stride, 0, DK, L, BK)
-        g = log_decay(gate, chunk, length, NORMALIZER, L)
-        here = stash_ptr + chunk.to(tl.int64) * (DV * BK)
-        d_state = load_state(here, first_v + zero, DV, BV, BK).to(tl.float32)
-        total = column_sums(g, BV, DT)
-        if CLOSE:
-            dq, dk, dv, dg, beyond, state = close_gradients(q, k, v, dout, g, total, state, d_state, zero, L, DT, PREC)
-            lowest = tl.minimum(lowest, column_sums(g, 16, DT))
-        else:
-            dq, dk, dv, dg, beyond, state = far_gradients(q, k, v, dout, g, total, state, d_state, zero, L, DT, PREC)
-        store_sum(dq_ptr, dq * scale, chunk, length, narrow, 0, REVERSE, DK, L, BK)
-        store_sum(dk_ptr, dk * scale, chunk, length, narrow, 0, REVERSE, DK, L, BK)
-        store_sum(dv_ptr, dv * scale, chunk, length, wide, first_v, REVERSE, DV, L, BV)
-        # Sum over the tokens from i on, with the half-weights at hand in the pattern 1/2 ∓ 1/2.
-        summed = sums_add(tl.full((L, L), 1.0, tl.float32), 0.5 * dg, sums(tl.where(t >= i, 0.5, -0.5), dg, DT), DT)
-        summed = sums_add(tl.full((L, BV), 1.0, tl.float32), beyond, summed, DT) * scale
-        if NORMALIZER != 0:
-            summed *= tl.sigmoid(-gate.to(tl.float32)) * (1.0 / NORMALIZER)
-        store_tile(dg_ptr, summed, chunk, length, narrow, 0, DK, L, BK)
-    return gradient, lowest
+    j = tl.arange(0, L)[None, :]
+
+    v = load_tile(v_ptr, chunk, N, v_token, first_v, DV, L, BV).to(DT)
+    dout = load_tile(dout_ptr, chunk, N, dout_token, first_v, DV, L, BV).to(DT)
+    p = mm(dout, tl.trans(v), PREC)
+    p_t = mm(v, tl.trans(dout), PREC)
+    dv = tl.zeros((L, BV), tl.float32)
+    if BV2:
+        v2 = load_tile(v_ptr, chunk, N, v_token, first_v + BV, DV, L, BV2).to(DT)
+        dout2 = load_tile(dout_ptr, chunk, N, dout_token, first_v + BV, DV, L, BV2).to(DT)
+        p = mm_add(dout2, tl.trans(v2), p, PREC)
+        p_t = mm_add(v2, tl.trans(dout2), p_t, PREC)
+        dv2 = tl.zeros((L, BV2), tl.float32)
+    if CLOSE:
+        below, below_t = masked(j <= i, p, DT), masked(i <= j, p_t, DT)
+        above, above_t = masked(j >= i, p, DT), masked(i >= j, p_t, DT)
+    scores_t = tl.zeros((L, L), tl.float32)
+    for piece in tl.static_range(KP):
+        q = load_tile(q_ptr, chunk, N, q_token, piece * BK, DK, L, BK)
+        k = load_tile(k_ptr, chunk, N, k_token, piece * BK, DK, L, BK)
+        dq = tl.zeros((L, BK), tl.float32)
+        dk = tl.zeros((L, BK), tl.float32)
+        if not CLOSE:
+            scores_t += DIRECTIONS * tl.where(i == j, mm(k.to(DT), tl.trans(q.to(DT)), PREC), 0.0)
+            dq = DIRECTIONS * mm(tl.where(i == j, p, 0.0).to(DT), k.to(DT), PREC)
+            dk = DIRECTIONS * mm(tl.where(i == j, p_t, 0.0).to(DT), q.to(DT), PREC)
+        for direction in tl.static_range(DIRECTIONS):
+            if direction == 1:
+                gate = load_tile(r_ptr, chunk, N, r_token, piece * BK, DK, L, BK)
+            else:
+                gate = load_tile(f_ptr, chunk, N, f_token, piece * BK, DK, L, BK)
+            g = log_decay(gate, chunk, N, NORMALIZER, L, DT)
+            here = ((direction * heads + head) * chunks + chunk) * (DV * WK)
+            state = load_state(stash_ptr + here, first_v, piece * BK, DV, WK, BV, BK)
+            d_state = load_state(gradient_ptr + here, first_v, piece * BK, DV, WK, BV, BK)
+            around = tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=0)
+            from_state = mm(dout, state, PREC)
+            from_gradient = mm(v, d_state, PREC)
+            if BV2:
+                state2 = load_state(stash_ptr + here, first_v + BV, piece * BK, DV, WK, BV2, BK)
+                d_state2 = load_state(gradient_ptr + here, first_v + BV, piece * BK, DV, WK, BV2, BK)
+                around += tl.sum(state2.to(tl.float32) * d_state2.to(tl.float32), axis=0)
+                from_state = mm_add(dout2, state2, from_state, PREC)
+                from_gradient = mm_add(v2, d_state2, from_gradient, PREC)
+            if CLOSE:
+                q_g, k_g, of_query, of_key = close_factors(q, k, g, direction == 1, L, DT, PREC)
+                pairs_t = mm(k_g, tl.trans(q_g), PREC)
+                if direction == 0:
+                    scores_t += tl.where(i <= j, pairs_t, 0.0)
+                    dq_g = mm_add(below, k_g, from_state, PREC)
+                    dk_g = mm_add(below_t, q_g, from_gradient, PREC)
+                else:
+                    scores_t += tl.where(i >= j, pairs_t, 0.0)
+                    dq_g = mm_add(above, k_g, from_state, PREC)
+                    dk_g = mm_add(above_t, q_g, from_gradient, PREC)
+            else:
+                u, dq_far, dk_far, scores_far = far_gradients(q, k, g, p, p_t, direction == 1, L, DT, PREC)
+                scores_t += scores_far
+                dq += dq_far
+                dk += dk_far
+                total = tl.sum(g.to(tl.float32), axis=0)
+                start = from_middle(total, tl.load(lowest_ptr + direction * NOTES + piece // NOTED))
+                around *= tl.exp2(total - 2.0 * start)
+                q_g, k_g, of_query, of_key = far_factors(q, k, g, start, direction == 1, L, DT, PREC)
+                dq_g, dk_g = from_state, from_gradient
+            dq += dq_g * of_query
+            dk += dk_g * of_key
+            dv = mm_add(k_g, tl.trans(d_state), dv, PREC)
+            if BV2:
+                dv2 = mm_add(k_g, tl.trans(d_state2), dv2, PREC)
+            own = q_g.to(tl.float32) * dq_g - k_g.to(tl.float32) * dk_g
+            if not CLOSE:
+                own += u
+            once = around + tl.sum(k_g.to(tl.float32) * from_gradient + 0.5 * own, axis=0)
+            dg = summed(own, once, direction == 1, L, DT, PREC) * scale
+            if NORMALIZER != 0:
+                dg *= gate_slope(gate, NORMALIZER)
+            if direction == 1:
+                store_tile(dr_ptr + narrow, dg, chunk, N, H * DK, piece * BK, DK, L, BK)
+            else:
+                store_tile(df_ptr + narrow, dg, chunk, N, H * DK, piece * BK, DK, L, BK)
+        store_tile(dq_ptr + narrow, dq * scale, chunk, N, H * DK, piece * BK, DK, L, BK)
+        store_tile(dk_ptr + narrow, dk * scale, chunk, N, H * DK, piece * BK, DK, L, BK)
+    scores_t = scores_t.to(DT)
+    store_tile(dv_ptr, mm_add(scores_t, dout, dv, PREC) * scale, chunk, N, H * DV, first_v, DV, L, BV)
+    if BV2:
+        dv2 = mm_add(scores_t, dout2, dv2, PREC)
+        store_tile(dv_ptr, dv2 * scale, chunk, N, H * DV, first_v + BV, DV, L, BV2)
 
 
-@triton.jit(do_not_specialize=["scale", "N", "H", "segment_length", "segment_chunks", "tile_stride"])
-def backward_kernel(
+@triton.jit(do_not_specialize=["scale", "N", "H", "heads", "chunks", "tile_stride", "programs"])
+def gradient_kernel(
     q_ptr, q_batch, q_token, q_head,  # (B, N, H, DK)
     k_ptr, k_batch, k_token, k_head,  # (B, N, H, DK)
     v_ptr, v_batch, v_token, v_head,  # (B, N, H, DV)
@@ -175,66 +197,31 @@ def backward_kernel(
     dout_ptr, dout_batch, dout_token, dout_head,  # (B, N, H, DV)
     dq_ptr, dk_ptr, df_ptr, dr_ptr,  # (tiles of v, B, N, H, DK), contiguous: to be summed over the tiles
     dv_ptr,  # (B, N, H, DV), contiguous
-    f_state_ptr, r_state_ptr,  # (B·H, segments, DV, BK): states before each segment, if STATES
-    f_grad_ptr, r_grad_ptr,  # (B·H, segments, DV, BK): gradients of those behind it, over scale, if GRADIENTS
-    df_initial_ptr, dr_initial_ptr,  # (B·H, segments, DV, BK): of those before it, over scale, if INITIAL_GRADIENTS
-    stash_ptr,  # (B·H, segments, chunks of a segment, DV, BK)
-    lowest_ptr,  # (segments, tiles of v, B·H): lowest sum of gates over a chunk
-    scale, N, H, segment_length, segment_chunks, tile_stride,
-    CLOSE: tl.constexpr, BIDIRECTIONAL: tl.constexpr, STATES: tl.constexpr, GRADIENTS: tl.constexpr,
-    INITIAL_GRADIENTS: tl.constexpr,
-    NORMALIZER: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    stash_ptr, gradient_ptr,  # states, and their gradients over scale, as walk_kernel has left them
+    lowest_ptr,
+    scale, N, H, heads, chunks, tile_stride, programs,
+    CLOSE: tl.constexpr, BIDIRECTIONAL: tl.constexpr, NOTED: tl.constexpr, NORMALIZER: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, BV2: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, FAR_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B·H, tiles of v, segments). Everything is computed for a scale of 1 and scaled when stored."""
-    head = tl.program_id(0).to(tl.int64)
-    lowest_ptr += (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + head
-    if not CLOSE:  # noqa: SIM102 - the compiler needs the static condition apart
-        if tl.load(lowest_ptr) > -RANGE:
-            return
-    first_v = tl.program_id(1) * BV
-    b, h = head // H, head % H
-    first = tl.program_id(2) * segment_length
-    last = tl.minimum(first + segment_length, N)
-    q_ptr += b * q_batch + h * q_head
-    k_ptr += b * k_batch + h * k_head
-    v_ptr += b * v_batch + h * v_head
-    f_ptr += b * f_batch + h * f_head
-    dout_ptr += b * dout_batch + h * dout_head
-    narrow = tl.program_id(1).to(tl.int64) * tile_stride + (b * N * H + h) * DK
-    dv_ptr += (b * N * H + h) * DV
-    row = (head * tl.num_programs(2) + tl.program_id(2)) * (DV * BK)
-    stash_ptr += row * segment_chunks
-
-    lowest = tl.zeros((16, BK), tl.float32)
-    state = tl.zeros((BV, BK), tl.float32)
-    gradient = tl.zeros((BV, BK), tl.float32)
-    if STATES:
-        state += load_state(f_state_ptr + row, first_v, DV, BV, BK)
-    if GRADIENTS:
-        gradient += load_state(f_grad_ptr + row, first_v, DV, BV, BK)
-    gradient, lowest = gradients_of_direction(
-        q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, f_ptr, f_token, dout_ptr, dout_token,
-        dq_ptr + narrow, dk_ptr + narrow, dv_ptr, df_ptr + narrow, stash_ptr, state, gradient, lowest, scale, first,
-        last, H, first_v, False, CLOSE, NORMALIZER, DK, DV, L, BK, BV, DT, PREC, STAGES,
-    )  # fmt: skip
-    if INITIAL_GRADIENTS:
-        store_state(df_initial_ptr + row, gradient, first_v, DV, BV, BK)
-    if BIDIRECTIONAL:
-        tl.debug_barrier()  # before the stash is written anew
-        r_ptr += b * r_batch + h * r_head
-        state = tl.zeros((BV, BK), tl.float32)
-        gradient = tl.zeros((BV, BK), tl.float32)
-        if STATES:
-            state += load_state(r_state_ptr + row, first_v, DV, BV, BK)
-        if GRADIENTS:
-            gradient += load_state(r_grad_ptr + row, first_v, DV, BV, BK)
-        gradient, lowest = gradients_of_direction(
-            q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, r_ptr, r_token, dout_ptr, dout_token,
-            dq_ptr + narrow, dk_ptr + narrow, dv_ptr, dr_ptr + narrow, stash_ptr, state, gradient, lowest, scale, first,
-            last, H, first_v, True, CLOSE, NORMALIZER, DK, DV, L, BK, BV, DT, PREC, STAGES,
-        )  # fmt: skip
-        if INITIAL_GRADIENTS:
-            store_state(dr_initial_ptr + row, gradient, first_v, DV, BV, BK)
+    """Programs as those of ``output_kernel``. Everything is computed for a scale of 1 and scaled when stored."""
+    NOTES: tl.constexpr = (KP + NOTED - 1) // NOTED * (2 if BIDIRECTIONAL else 1)
     if CLOSE:
-        tl.store(lowest_ptr, tl.min(tl.min(lowest, axis=1), axis=0))
+        gradients_of_chunk(
+            tl.program_id(0), q_ptr, q_batch, q_token, q_head, k_ptr, k_batch, k_token, k_head, v_ptr, v_batch,
+            v_token, v_head, f_ptr, f_batch, f_token, f_head, r_ptr, r_batch, r_token, r_head, dout_ptr, dout_batch,
+            dout_token, dout_head, dq_ptr, dk_ptr, df_ptr, dr_ptr, dv_ptr, stash_ptr, gradient_ptr, lowest_ptr, scale,
+            N, H, heads, chunks, tile_stride, CLOSE, BIDIRECTIONAL, NOTED, NORMALIZER, DK, DV, KP, L, BK, BV, BV2, DT,
+            PREC,
+        )  # fmt: skip
+    else:
+        first = tl.program_id(0) * FAR_BLOCK
+        for program in range(first, tl.minimum(first + FAR_BLOCK, programs)):
+            if is_far(lowest_ptr, program, heads, chunks, NOTES):
+                gradients_of_chunk(
+                    program, q_ptr, q_batch, q_token, q_head, k_ptr, k_batch, k_token, k_head, v_ptr, v_batch,
+                    v_token, v_head, f_ptr, f_batch, f_token, f_head, r_ptr, r_batch, r_token, r_head, dout_ptr,
+                    dout_batch, dout_token, dout_head, dq_ptr, dk_ptr, df_ptr, dr_ptr, dv_ptr, stash_ptr, gradient_ptr,
+                    lowest_ptr, scale, N, H, heads, chunks, tile_stride, CLOSE, BIDIRECTIONAL, NOTED, NORMALIZER, DK,
+                    DV, KP, L, BK, BV, BV2, DT, PREC,
+                )  # fmt: skip

@@ -1,8 +1,9 @@
 """Pieces shared by the kernels of gated linear attention. Only ``@triton.jit`` helpers.
 
-Names: L tokens of a chunk, BK and BV the padded head dimensions (powers of two), DT the dtype of the operands of matrix
-products (bfloat16 or float32) and PREC how float32 operands are multiplied. Everything is summed in float32. States are
-kept transposed, ``(BV, BK)``, so that both of their products find their operands in shared memory as they were loaded.
+Names: L tokens of a chunk; BK the width of a piece of the keys' dimension, of which KP cover it (WK = KP · BK in all);
+BV and BV2 the widths of one or two tiles of values; DT the dtype of the operands of matrix products (bfloat16 or
+float32) and PREC how float32 operands are multiplied. Everything is summed in float32. States are kept transposed,
+``(BV, BK)``, so that both of their products find their operands in shared memory as they were loaded.
 """
 
 import triton
@@ -12,8 +13,12 @@ from triton.language.extra import libdevice
 from scanvas.kernels.dispatch import INTERPRETED
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Decays are kept as binary logarithms. A chunk in which a channel decays by more than 2^-RANGE, e^-80, is computed the
+# far way (forward.py). The factors of the other way lie within e^±40: they and their sums of products stay within
+# bfloat16 and float32.
+RANGE = tl.constexpr(80.0 * 1.4426950408889634)
 _COMPILED = tl.constexpr(not INTERPRETED)
-# No log decay is read as less than this: exp() of it is zero, and its products with zero are not NaN as those of -inf.
+# No logarithm is read as less than this: its power is zero, and its products with zero are not NaN as those of -inf.
 _LOWEST = tl.constexpr(-1e6)
 
 
@@ -35,7 +40,8 @@ def load_tile(base, chunk, end, stride, first, D: tl.constexpr, L: tl.constexpr,
     mask = rows < end - start
     if D % BD != 0:
         mask = mask & (cols < D)
-    return tl.load(base + start * stride + (rows * stride.to(tl.int32) + cols), mask=mask, other=0.0)
+    pointers = base + tl.cast(start, tl.int64) * stride + (rows * tl.cast(stride, tl.int32) + cols)
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -47,100 +53,81 @@ def store_tile(base, x, chunk, end, stride, first, D: tl.constexpr, L: tl.conste
     mask = rows < end - start
     if D % BD != 0:
         mask = mask & (cols < D)
-    pointers = base + start * stride + (rows * stride.to(tl.int32) + cols)
+    pointers = base + tl.cast(start, tl.int64) * stride + (rows * tl.cast(stride, tl.int32) + cols)
     tl.store(pointers, x.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def state_offsets(first_v, BV: tl.constexpr, BK: tl.constexpr):
-    """Offsets of a ``(BV, BK)`` tile in a transposed state whose rows are BK long."""
-    return (first_v + tl.arange(0, BV))[:, None] * BK + tl.arange(0, BK)[None, :]
+def state_tile(first_v, first_k, DV: tl.constexpr, WK: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
+    """Offsets of a ``(BV, BK)`` tile of a ``(DV, WK)`` state, and which of them it has."""
+    rows = (first_v + tl.arange(0, BV))[:, None]
+    cols = (first_k + tl.arange(0, BK))[None, :]
+    return rows * WK + cols, (rows < DV) & (cols < WK)
 
 
 @triton.jit
-def load_state(base, first_v, DV: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
-    rows = first_v + tl.arange(0, BV)
-    offsets = state_offsets(first_v, BV, BK)
-    if DV % BV == 0:
+def load_state(base, first_v, first_k, DV: tl.constexpr, WK: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
+    """A tile of a state; zero beyond it."""
+    offsets, inside = state_tile(first_v, first_k, DV, WK, BV, BK)
+    if (DV % BV == 0) & (WK % BK == 0):
         state = tl.load(base + offsets)
     else:
-        state = tl.load(base + offsets, mask=rows[:, None] < DV, other=0.0)
+        state = tl.load(base + offsets, mask=inside, other=0.0)
     return state
 
 
 @triton.jit
-def store_state(base, state, first_v, DV: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
-    rows = first_v + tl.arange(0, BV)
-    offsets = state_offsets(first_v, BV, BK)
-    state = state.to(base.dtype.element_ty)
-    if DV % BV == 0:
-        tl.store(base + offsets, state)
+def store_state(base, x, first_v, first_k, DV: tl.constexpr, WK: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
+    offsets, inside = state_tile(first_v, first_k, DV, WK, BV, BK)
+    x = x.to(base.dtype.element_ty)
+    if (DV % BV == 0) & (WK % BK == 0):
+        tl.store(base + offsets, x)
     else:
-        tl.store(base + offsets, state, mask=rows[:, None] < DV)
-
-
-@triton.jit
-def store_row(base, x, BV: tl.constexpr, BK: tl.constexpr):
-    """The first row of x ``(BV, BK)``."""
-    row = tl.arange(0, BV)[:, None]
-    col = tl.arange(0, BK)[None, :]
-    tl.store(base + 0 * row + col, x, mask=row + 0 * col == 0)
-
-
-@triton.jit
-def in_order(pointer, stride, first, last, REVERSE: tl.constexpr):
-    """Pointer and stride to walk the tokens ``first … last - 1`` from the left, or from the right."""
-    stride = tl.cast(stride, tl.int64)
-    if REVERSE:
-        pointer += (last - 1) * stride
-        stride = -stride
-    else:
-        pointer += first * stride
-    return pointer, stride
-
-
-@triton.jit
-def log_decay(gate, chunk, end, NORMALIZER: tl.constexpr, L: tl.constexpr):
-    """Log decays of a tile of gates. With a normalizer the gates are logits: ``logsigmoid(x) / normalizer``."""
-    if NORMALIZER == 0:
-        g = gate if gate.dtype == tl.bfloat16 else tl.maximum(gate.to(tl.float32), _LOWEST)
-    else:
-        x = gate.to(tl.float32)
-        small = 1.0 + tl.exp2(-tl.abs(x) * LOG2E)
-        if _COMPILED:  # one instruction where tl.log2 is some twenty, but the interpreter has no device library
-            logarithm = libdevice.fast_log2f(small)
-        else:
-            logarithm = tl.log2(small)
-        g = (tl.minimum(x, 0.0) - logarithm * (1.0 / LOG2E)) * (1.0 / NORMALIZER)
-        rows = chunk * L + tl.arange(0, L)
-        g = tl.where(rows[:, None] < end, g, 0.0)  # a logit of zero is a decay, and padding must not decay
-    return g
-
-
-@triton.jit
-def clamped(g):
-    """What ``log_decay`` has not done to bfloat16 gates, which matrix products can read as they are."""
-    if g.dtype == tl.bfloat16:
-        g = tl.maximum(g.to(tl.float32), _LOWEST).to(tl.bfloat16)
-    return g
+        tl.store(base + offsets, x, mask=inside)
 
 
 @triton.jit
 def opaque(x):
-    """x as a value of its own to the compiler, at the cost of no instruction: what it computes from a copy it neither
-    shares with what it computed from x nor moves across. Used where that would hold many registers for long."""
+    """x as a value the compiler knows nothing of, at the cost of no instruction."""
     if _COMPILED:
-        if x.dtype == tl.float32:
-            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
-        elif x.dtype.primitive_bitwidth == 16:
-            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
     return x
 
 
 @triton.jit
 def masked(mask, x, DT: tl.constexpr):
-    """``where(mask, x, 0)`` as an operand. If LLVM rounds before it selects, every bfloat16 number gets a register."""
+    """``where(mask, x, 0)`` as an operand. LLVM would round before it selects, each bfloat16 number apart."""
     return opaque(tl.where(mask, x, 0.0)).to(DT)
+
+
+@triton.jit
+def log_decay(gate, chunk, end, NORMALIZER: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
+    """Binary logarithms of the decays of a tile of gates, rounded to DT, so that products with them are exact. With a
+    normalizer the gates are logits: ``logsigmoid(x) / normalizer``."""
+    x = gate.to(tl.float32)
+    if NORMALIZER == 0:
+        g = tl.maximum(x * LOG2E, _LOWEST)
+    else:
+        small = 1.0 + tl.exp2(-tl.abs(x) * LOG2E)
+        if _COMPILED:  # one instruction where tl.log2 is some twenty, but the interpreter has no device library
+            logarithm = libdevice.fast_log2f(small)
+        else:
+            logarithm = tl.log2(small)
+        g = tl.minimum(x, 0.0) * (LOG2E / NORMALIZER) - logarithm * (1.0 / NORMALIZER)
+        rows = chunk * L + tl.arange(0, L)
+        g = tl.where(rows[:, None] < end, g, 0.0)  # a logit of zero is a decay, and padding must not decay
+    return opaque(g).to(DT)
+
+
+@triton.jit
+def gate_slope(gate, NORMALIZER: tl.constexpr):
+    """Derivative of ``logsigmoid(x) / normalizer``."""
+    grown = 1.0 + tl.exp2(gate.to(tl.float32) * LOG2E)
+    if _COMPILED:
+        slope = libdevice.fast_dividef(1.0 / NORMALIZER, grown)
+    else:
+        slope = (1.0 / NORMALIZER) / grown
+    return slope
 
 
 @triton.jit
@@ -158,27 +145,78 @@ def mm(a, b, PREC: tl.constexpr):
 
 
 @triton.jit
-def sums_add(weights, x, total, DT: tl.constexpr):
-    """``weights @ x + total`` for weights of 0, 1 and ±1/2, precise to 2⁻¹⁶ of the summands if DT is bfloat16, else to
-    float32. On tensor cores this costs less than a scan or a reduction, which move data between threads."""
+def sums(weights, g, PREC: tl.constexpr):
+    """``weights @ g`` for weights of 0, 1 and ±1/2, exact in g's dtype. On tensor cores this costs less than a scan,
+    which moves data between threads."""
+    return mm(weights.to(g.dtype), g, PREC)
+
+
+@triton.jit
+def precise_sums(weights, x, DT: tl.constexpr, PREC: tl.constexpr):
+    """``weights @ x`` for x in float32, precise to 2⁻¹⁶ of the summands if DT is bfloat16."""
     if DT == tl.bfloat16:
-        weights = weights.to(tl.bfloat16)
         high = x.to(tl.bfloat16)
-        total = mm_add(weights, high, total, "tf32")
-        if x.dtype != tl.bfloat16:
-            low = (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
-            total = mm_add(weights, low, total, "tf32")
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        total = mm_add(weights.to(tl.bfloat16), low, mm(weights.to(tl.bfloat16), high, PREC), PREC)
     else:
-        total = mm_add(weights.to(tl.float32), x.to(tl.float32), total, "tf32x3")
+        total = mm(weights, x, PREC)
     return total
 
 
 @triton.jit
-def sums(weights, x, DT: tl.constexpr):
-    return sums_add(weights, x, tl.zeros((weights.shape[0], x.shape[1]), tl.float32), DT)
+def column_sums(g, ROWS: tl.constexpr, PREC: tl.constexpr):
+    """The sum of every column of g in each of ROWS rows, as a product too: a reduction would have threads wait."""
+    return sums(tl.full((ROWS, g.shape[0]), 1.0, tl.float32), g, PREC)
 
 
 @triton.jit
-def column_sums(x, ROWS: tl.constexpr, DT: tl.constexpr):
-    """The sum of every column of x in each of ROWS rows."""
-    return sums(tl.full((ROWS, x.shape[0]), 1.0, tl.float32), x, DT)
+def in_order(pointer, stride, N, REVERSE: tl.constexpr):
+    """Pointer and stride to walk all tokens from the left, or from the right."""
+    stride = tl.cast(stride, tl.int64)
+    if REVERSE:
+        pointer += (N - 1) * stride
+        stride = -stride
+    return pointer, stride
+
+
+@triton.jit
+def halves(L: tl.constexpr):
+    """``(L, L)``: 1/2 on and below the diagonal, -1/2 above."""
+    i = tl.arange(0, L)[:, None]
+    t = tl.arange(0, L)[None, :]
+    return tl.where(t <= i, 0.5, -0.5)
+
+
+@triton.jit
+def centred(g, REVERSE: tl.constexpr, L: tl.constexpr, PREC: tl.constexpr):
+    """The decay up to and including each token, from the left or, in REVERSE, from the right, less half of the
+    chunk's: between two tokens the decay is exp2 of the difference of two rows."""
+    half = sums(halves(L), g, PREC)
+    if REVERSE:
+        half = g.to(tl.float32) - half
+    return half
+
+
+@triton.jit
+def behind(i, t, REVERSE: tl.constexpr):
+    """Whether t comes after i in the order of the scan."""
+    return t < i if REVERSE else t > i
+
+
+@triton.jit
+def level_factors(g, size, REVERSE: tl.constexpr, L: tl.constexpr, PREC: tl.constexpr):
+    """Decays within blocks of ``size`` tokens, in the order of the scan: from the start up to and including i, for
+    queries, whose keys lie in the block before; from after i to the end, for keys, whose queries lie behind."""
+    i = tl.arange(0, L)[:, None]
+    t = tl.arange(0, L)[None, :]
+    same = (i ^ t) < size
+    later = behind(i, t, REVERSE)
+    of_query = tl.exp2(sums(tl.where(same & ~later, 1.0, 0.0), g, PREC))
+    of_key = tl.exp2(sums(tl.where(same & later, 1.0, 0.0), g, PREC))
+    return of_query, of_key
+
+
+@triton.jit
+def level_mask(i, j, size, REVERSE: tl.constexpr):
+    """Pairs (query i, key j) whose decay is split at the border of two blocks of ``size``."""
+    return ((i ^ j) >= size) & ((i ^ j) < 2 * size) & behind(j, i, REVERSE)

@@ -7,28 +7,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backward import backward_kernel
-from .forward import forward_kernel
-from .states import scan_kernel, totals_kernel
+from .backward import gradient_kernel
+from .chunks import output_kernel
+from .fused import fused_kernel
+from .states import complete_kernel, scan_kernel, walk_kernel
 
-# With fewer (batch, head, tile of v) than FEW_PROGRAMS, sequences are cut into segments until there are about
-# WANTED_PROGRAMS of them, none shorter than MIN_SEGMENT_CHUNKS. Constants, not read off the device: the same input
-# gives the same bits on every GPU.
-FEW_PROGRAMS = 264
-WANTED_PROGRAMS = 396
+# From FUSED_PROGRAMS (batch, head) pairs on, heads of one tile take the single launch of fused.py.
+FUSED_PROGRAMS = 132
+# With fewer walks than FEW_WALKS the sequence is cut into segments until there are about WANTED_WALKS, none shorter
+# than MIN_SEGMENT_CHUNKS. Constants, not read off the device: the same input gives the same bits on every GPU.
+FEW_WALKS = 528
+WANTED_WALKS = 1056
 MIN_SEGMENT_CHUNKS = 4
+_FAR_BLOCK = 8
 _MAX_CHUNK = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Tiles and the cut into chunks and segments of one call; ``L``, ``BK``, ``BV`` as in ``blocks``."""
+    """Tiles and the cut into chunks and segments of one call; ``L``, ``BK``, ``KP``, ``BV``, ``BV2`` as in ``blocks``,
+    ``walk_BK`` the keys' width of the tile of the state that one walk keeps."""
 
     L: int
     BK: int
+    KP: int
     BV: int
-    warps: int
-    stages: int
+    BV2: int
+    walk_BK: int
     bfloat16: bool
     tiles: int
     chunks: int
@@ -36,16 +41,20 @@ class Plan:
     segment_chunks: int
 
     @property
-    def constants(self) -> dict:
-        return {
-            "L": self.L,
-            "BK": self.BK,
-            "BV": self.BV,
-            "DT": tl.bfloat16 if self.bfloat16 else tl.float32,
-            "PREC": "tf32x3",  # of float32 operands
-            "STAGES": self.stages,
-            "num_warps": self.warps,
-        }
+    def WK(self) -> int:
+        return self.KP * self.BK
+
+    @property
+    def operands(self) -> dict:
+        # Two warps: with four, tiles of 64 rows would go to Hopper's wgmma, whose results Triton 3.6 got wrong in
+        # kernels like these (README.md, history).
+        dtype = tl.bfloat16 if self.bfloat16 else tl.float32
+        return {"L": self.L, "DT": dtype, "PREC": "tf32x3", "num_warps": 2}  # PREC: of float32 operands
+
+    @property
+    def few_registers(self) -> dict:
+        """For kernels which fit into 128 registers and gain by the larger number of programs at a time."""
+        return {"maxnreg": 128 if self.bfloat16 and self.KP == 1 and self.BV2 == 0 else None}
 
     @property
     def stash_dtype(self) -> torch.dtype:
@@ -58,33 +67,44 @@ def _bfloat16_operands(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return {q.dtype, k.dtype, v.dtype} == {torch.bfloat16}
 
 
-def _tiles(bfloat16: bool, BK: int, DV: int) -> tuple[int, int, int, int]:
-    """L, BV, warps and stages. The state, BV·BK, and the operands, L·BK, bound what a program keeps at hand."""
-    whole_v = max(16, triton.next_power_of_2(DV))
-    if bfloat16:
-        L, most_v = {16: (32, 64), 32: (32, 64), 64: (32, 32), 128: (16, 32), 256: (16, 16)}[BK]
-    else:
-        L, most_v = {16: (32, 32), 32: (32, 32), 64: (16, 32), 128: (16, 16), 256: (16, 16)}[BK]
-    # Two warps: with four, tiles of 64 rows would go to Hopper's wgmma, whose results Triton 3.6 got wrong in these
-    # kernels (README.md, history).
-    return L, min(whole_v, most_v), 2, 2 if bfloat16 else 1
+def _key_pieces(DK: int, widest: int) -> tuple[int, int]:
+    """Width and number of the pieces of the keys' dimension: least padding first, then the fewest pieces."""
+    widths = [w for w in (16, 32, 64) if w <= widest]
+    BK = min(widths, key=lambda w: (triton.cdiv(DK, w) * w, triton.cdiv(DK, w)))
+    return BK, triton.cdiv(DK, BK)
 
 
-def make_plan(q: Tensor, k: Tensor, v: Tensor) -> Plan:
+def _value_tiles(DV: int, widest: int) -> tuple[int, int]:
+    """One tile of values, or two of which the second is narrower, so that 72 columns take 80 and not 128."""
+    BV = min(widest, max(16, triton.next_power_of_2(DV)))
+    if DV <= 16:
+        return BV, 0
+    rest = DV - BV // 2 if BV >= DV else DV - BV
+    if BV >= DV:  # try half of it and what remains
+        second = max(16, triton.next_power_of_2(rest))
+        return (BV // 2, second) if BV // 2 + second < BV else (BV, 0)
+    return BV, min(BV, max(16, triton.next_power_of_2(rest)))
+
+
+def make_plan(q: Tensor, k: Tensor, v: Tensor, bidirectional: bool) -> Plan:
     B, N, H, DK = q.shape
     DV = v.shape[-1]
     bfloat16 = _bfloat16_operands(q, k, v)
-    BK = max(16, triton.next_power_of_2(DK))
-    L, BV, warps, stages = _tiles(bfloat16, BK, DV)
+    BK, KP = _key_pieces(DK, 32 if bfloat16 else 16)
+    BV, BV2 = _value_tiles(DV, 64 if bfloat16 else 32)
+    L = 32 if bfloat16 or (KP == 1 and BV2 == 0) else 16
     L = min(L, max(16, triton.next_power_of_2(N)))
-    tiles, chunks = triton.cdiv(DV, BV), triton.cdiv(N, L)
-    programs = B * H * tiles
+    tiles, chunks = triton.cdiv(DV, BV + BV2), triton.cdiv(N, L)
+    # A state of 64×32 takes 32 registers of a thread.
+    widest = 64 if BV + BV2 <= (80 if bfloat16 else 32) else 32
+    walk_BK = min(triton.next_power_of_2(KP * BK), widest)
+    walks = B * H * triton.cdiv(KP * BK, walk_BK) * tiles * (2 if bidirectional else 1)
     segments = 1
-    if programs < FEW_PROGRAMS:
-        segments = max(1, min(triton.cdiv(WANTED_PROGRAMS, programs), chunks // MIN_SEGMENT_CHUNKS))
+    if walks < FEW_WALKS:
+        segments = max(1, min(triton.cdiv(WANTED_WALKS, walks), chunks // MIN_SEGMENT_CHUNKS))
     segment_chunks = triton.cdiv(chunks, segments)
     segments = triton.cdiv(chunks, segment_chunks)
-    return Plan(L, BK, BV, warps, stages, bfloat16, tiles, chunks, segments, segment_chunks)
+    return Plan(L, BK, KP, BV, BV2, walk_BK, bfloat16, tiles, chunks, segments, segment_chunks)
 
 
 def _arguments(x: Tensor) -> tuple[Tensor, int, int, int]:
@@ -96,76 +116,89 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.stride(1) * _MAX_CHUNK < 2**31 else x.contiguous()
 
 
-def _to_internal(state: Tensor | None, like: Tensor, plan: Plan, factor: float = 1.0) -> Tensor | None:
-    """``(B, H, Dk, Dv)`` → ``(B·H, Dv, BK)`` in float32, zero-padded; ``None`` stays ``None``."""
-    if state is None:
-        return None
-    B, H, DK, DV = state.shape
-    result = torch.zeros(B * H, DV, plan.BK, dtype=torch.float32, device=like.device)
-    result[..., :DK] = state.flatten(0, 1).mT
-    return result.mul_(factor) if factor != 1.0 else result
+def _gates(gate: Tensor, reverse_gate: Tensor | None) -> tuple[Tensor, ...]:
+    """The gates there are, in one dtype, since a walk picks one of them."""
+    if reverse_gate is None:
+        return (_rows(gate),)
+    dtype = torch.promote_types(gate.dtype, reverse_gate.dtype)
+    return _rows(gate.to(dtype)), _rows(reverse_gate.to(dtype))
 
 
-def _from_internal(state: Tensor, B: int, DK: int, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
-    """``(B·H, Dv, BK)`` → contiguous ``(B, H, Dk, Dv)``."""
-    state = state[..., :DK].mT.unflatten(0, (B, -1))
+def _from_internal(state: Tensor, like: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
+    """``(B·H, DV, WK)`` → contiguous ``(B, H, Dk, Dv)``."""
+    B, _, H, DK = like.shape
+    state = state[..., :DK].mT.reshape(B, H, DK, -1)
     return (state if factor == 1.0 else state * factor).to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
-class _Workspace:
-    """Allocates in the internal layouts and launches sweeps and scans."""
-
-    def __init__(self, q: Tensor, v: Tensor, plan: Plan, normalizer: float):
-        self.B, self.N, self.H, self.DK = q.shape
-        self.DV, self.plan, self.device = v.shape[-1], plan, q.device
-        self.heads = self.B * self.H
-        self.normalizer = normalizer
-
-    def state(self) -> Tensor:
-        return torch.empty(self.heads, self.DV, self.plan.BK, dtype=torch.float32, device=self.device)
-
-    def stash(self) -> Tensor:
-        shape = (self.heads, self.plan.segments * self.plan.segment_chunks, self.DV, self.plan.BK)
-        return torch.empty(shape, dtype=self.plan.stash_dtype, device=self.device)
-
-    def per_program(self) -> Tensor:
-        return torch.empty(self.plan.segments * self.plan.tiles * self.heads, dtype=torch.float32, device=self.device)
-
-    def _per(self, count: int, *shape: int) -> Tensor:
-        return torch.empty(self.heads, count, *shape, dtype=torch.float32, device=self.device)
-
-    def between_segments(self, x, y, gates, initials, against, finals):
-        """States before each segment and behind the last, walking it for the forward and for the reverse scan.
-
-        Walking AGAINST the scan, from its end, the states are gradients. ``gates`` and ``initials``: forward, reverse;
-        without reverse gates the second entries of the results are ``None``."""
-        plan, BK, DV = self.plan, self.plan.BK, self.DV
-        rows = min(max(16, triton.next_power_of_2(DV)), max(1, 1024 // BK))
-        incoming, last = [None, None], [None, None]
-        for index, (gate, initial) in enumerate(zip(gates, initials)):
-            if gate is None:
-                continue
-            total, decay = self._per(plan.segments, DV, BK), self._per(plan.segments, BK)
-            totals_kernel[(self.heads, plan.tiles, plan.segments)](
-                *_arguments(x), *_arguments(y), *_arguments(gate), total, decay,
-                self.N, self.H, plan.segment_chunks * plan.L,
-                REVERSE=index == 1, AGAINST=against, NORMALIZER=self.normalizer, DK=self.DK, DV=DV, **plan.constants,
-            )  # fmt: skip
-            incoming[index] = torch.empty_like(total)
-            last[index] = self.state() if finals else None
-            scan_kernel[(self.heads, triton.cdiv(DV, rows))](
-                total, decay, initial, incoming[index], last[index], plan.segments,
-                LEFTWARD=(index == 1) != against, INITIAL=initial is not None, FINAL=finals,
-                DV=DV, BK=BK, ROWS=rows, STAGES=4, num_warps=4,
-            )  # fmt: skip
-        return incoming, last
+def _to_internal(states, heads: int, DV: int, WK: int, device) -> Tensor | None:
+    """``(B, H, Dk, Dv)`` or ``None`` each → ``(directions, B·H, DV, WK)`` in float32, zero-padded; ``None`` if all."""
+    if all(x is None for x in states):
+        return None
+    result = torch.zeros(len(states), heads, DV, WK, dtype=torch.float32, device=device)
+    for target, x in zip(result, states):
+        if x is not None:
+            target[..., : x.shape[2]] = x.flatten(0, 1).mT
+    return result
 
 
-def _zero_if_missing(states: list[Tensor | None], workspace: _Workspace) -> list[Tensor | None]:
-    """If one of two states is given, zeros for the other; both ``None`` stay so."""
-    if all(s is None for s in states):
-        return states
-    return [workspace.state().zero_() if s is None else s for s in states]
+@dataclass(frozen=True)
+class _States:
+    """What walks leave; layouts as in ``walk_kernel``. ``last`` is ``(directions, B·H, DV, WK)``, if wanted."""
+
+    stash: Tensor
+    lowest: Tensor
+    last: Tensor | None
+
+
+def _walk(x, y, gates, initials, last: bool, normalizer: float, plan: Plan, against: bool) -> _States:
+    """States before every chunk and behind the last, of scans over x, y = k, v or, AGAINST them, over q, dout."""
+    B, N, H, DK = x.shape
+    DV, heads, directions = y.shape[-1], B * H, len(initials)
+    cut = plan.segments > 1
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(directions, heads, *shape, dtype=dtype, device=x.device)
+
+    pieces = triton.cdiv(plan.WK, plan.walk_BK)
+    stash = empty(plan.chunks, DV, plan.WK, dtype=plan.stash_dtype)
+    lowest = torch.empty(heads, plan.chunks, directions, pieces, dtype=torch.float32, device=x.device)
+    initial = _to_internal(initials, heads, DV, plan.WK, x.device)
+    behind = empty(plan.segments, DV, plan.WK) if cut or last else None
+    reach, decay = (empty(plan.chunks, plan.WK), empty(plan.segments, plan.WK)) if cut else (None, None)
+    walk_kernel[(heads, pieces * plan.tiles, plan.segments * directions)](
+        *_arguments(x), *_arguments(y), *_arguments(gates[0]), *_arguments(gates[-1]),
+        None if cut else initial, stash, lowest, behind, reach, decay,
+        N, H, plan.chunks, plan.segment_chunks, directions,
+        AGAINST=against, INITIAL=initial is not None and not cut, LAST=behind is not None, CUT=cut,
+        NORMALIZER=normalizer, DK=DK, DV=DV, WK=plan.WK, BK=plan.walk_BK, BV=plan.BV, BV2=plan.BV2, STAGES=2,
+        **plan.operands, **plan.few_registers,
+    )  # fmt: skip
+    if not cut:
+        return _States(stash, lowest, behind[:, :, 0] if last else None)
+    incoming, final = empty(plan.segments, DV, plan.WK), empty(DV, plan.WK) if last else None
+    rows = min(32, triton.next_power_of_2(DV))
+    tiles = (directions * heads * plan.KP, triton.cdiv(DV, rows))
+    shape = {"DV": DV, "WK": plan.WK, "ROWS": rows, "BK": plan.BK, "STAGES": 4}
+    scan_kernel[tiles](
+        behind, decay, initial, incoming, final, plan.segments, heads,
+        AGAINST=against, INITIAL=initial is not None, FINAL=last, num_warps=1, **shape,
+    )  # fmt: skip
+    complete_kernel[(*tiles, plan.segments)](
+        stash, reach, incoming, plan.chunks, plan.segments, plan.segment_chunks, num_warps=2, **shape
+    )
+    return _States(stash, lowest, final)
+
+
+def _chunks(kernel, plan: Plan, heads: int, *arguments, **constants) -> None:
+    """The close way for all chunks, then the far way for those that need it."""
+    programs = heads * plan.chunks * plan.tiles
+    for close in (True, False):
+        grid = programs if close else triton.cdiv(programs, _FAR_BLOCK)
+        kernel[(grid,)](
+            *arguments, programs, CLOSE=close, NOTED=max(1, plan.walk_BK // plan.BK), KP=plan.KP, BK=plan.BK,
+            BV=plan.BV, BV2=plan.BV2, FAR_BLOCK=_FAR_BLOCK, **plan.operands, **constants,
+        )  # fmt: skip
 
 
 def forward(
@@ -184,32 +217,36 @@ def forward(
     bidirectional = reverse_gate is not None
     B, N, H, DK = q.shape
     DV = v.shape[-1]
-    q, k, v, gate = _rows(q), _rows(k), _rows(v), _rows(gate)
-    reverse_gate = _rows(reverse_gate) if bidirectional else None
+    q, k, v, gates = _rows(q), _rows(k), _rows(v), _gates(gate, reverse_gate)
+    scale = scale / 2 if bidirectional else scale
     out = torch.empty(B, N, H, DV, dtype=v.dtype, device=q.device)
+    initials = (initial_state, reverse_initial_state)[: 1 + bidirectional]
+    common = {"BIDIRECTIONAL": bidirectional, "NORMALIZER": normalizer, "DK": DK, "DV": DV}
     with torch.cuda.device_of(q):
-        plan = make_plan(q, k, v)
-        work = _Workspace(q, v, plan, normalizer)
-        states = [_to_internal(s, q, plan) for s in (initial_state, reverse_initial_state)]
-        single = plan.segments == 1
-        if single:
-            incoming = _zero_if_missing(states, work)
-            finals = [work.state() if return_states else None for _ in range(2)]
+        plan = make_plan(q, k, v, bidirectional)
+        tensors = (*_arguments(q), *_arguments(k), *_arguments(v), *_arguments(gates[0]), *_arguments(gates[-1]), out)
+        if B * H >= FUSED_PROGRAMS and plan.KP == plan.tiles == 1 and plan.BV2 == 0:
+            lowest = torch.empty(B * H, dtype=torch.float32, device=q.device)
+            initial = _to_internal(initials, B * H, DV, plan.WK, q.device)
+            shape = (len(initials), B * H, DV, plan.WK)
+            last = torch.empty(shape, dtype=torch.float32, device=q.device) if return_states else None
+            for close in (True, False):
+                fused_kernel[(B * H,)](
+                    *tensors, initial, last, lowest, scale, N, H,
+                    CLOSE=close, INITIAL=initial is not None, FINAL=return_states, BK=plan.BK, BV=plan.BV, STAGES=2,
+                    **plan.operands, **common,
+                )  # fmt: skip
         else:
-            incoming, finals = work.between_segments(k, v, (gate, reverse_gate), states, False, return_states)
-        lowest = work.per_program()
-        for close in (True, False):
-            forward_kernel[(work.heads, plan.tiles, plan.segments)](
-                *_arguments(q), *_arguments(k), *_arguments(v), *_arguments(gate),
-                *_arguments(reverse_gate if bidirectional else gate), out, *incoming, *finals, lowest,
-                scale / 2 if bidirectional else scale, N, H, plan.segment_chunks * plan.L,
-                CLOSE=close, BIDIRECTIONAL=bidirectional, INCOMING=incoming[0] is not None,
-                FINAL=return_states and single, NORMALIZER=normalizer, DK=DK, DV=DV, **plan.constants,
+            states = _walk(k, v, gates, initials, return_states, normalizer, plan, against=False)
+            last = states.last
+            _chunks(
+                output_kernel, plan, B * H, *tensors, states.stash, states.lowest,
+                scale, N, H, B * H, plan.chunks, **plan.few_registers, **common,
             )  # fmt: skip
     if not return_states:
         return out, None, None
-    final = _from_internal(finals[0], B, DK, torch.float32)
-    return out, final, _from_internal(finals[1], B, DK, torch.float32) if bidirectional else None
+    final, *reverse = (_from_internal(x, q, torch.float32) for x in last)
+    return out, final, *(reverse or [None])
 
 
 def backward(
@@ -232,11 +269,9 @@ def backward(
     B, N, H, DK = q.shape
     DV = v.shape[-1]
     inputs = (q, k, v, gate, reverse_gate)
-    q, k, v, gate, d_out = _rows(q), _rows(k), _rows(v), _rows(gate), _rows(d_out)
-    reverse_gate = _rows(reverse_gate) if bidirectional else None
+    q, k, v, d_out, gates = _rows(q), _rows(k), _rows(v), _rows(d_out), _gates(gate, reverse_gate)
     with torch.cuda.device_of(q):
-        plan = make_plan(q, k, v)
-        work = _Workspace(q, v, plan, normalizer)
+        plan = make_plan(q, k, v, bidirectional)
 
         # Over several tiles of v the gradients of q, k and the gates are sums over the tiles.
         def narrow(like: Tensor) -> Tensor:
@@ -246,34 +281,25 @@ def backward(
         dq, dk, df = narrow(q), narrow(k), narrow(gate)
         dr = narrow(reverse_gate) if bidirectional else df
         dv = torch.empty(B, N, H, DV, dtype=v.dtype, device=q.device)
-        states = [_to_internal(s, q, plan) for s in (initial_state, reverse_initial_state)]
-        grads = [_to_internal(s, q, plan, 1 / scale) for s in (d_final, d_reverse_final)]
-        initial = initial_state is not None or reverse_initial_state is not None
-        single = plan.segments == 1
-        if single:
-            states, grads = _zero_if_missing(states, work), _zero_if_missing(grads, work)
-            d_initial = [work.state() if initial else None for _ in range(2)]
-        else:
-            gates = (gate, reverse_gate)
-            states, _ = work.between_segments(k, v, gates, states, False, False)
-            grads, d_initial = work.between_segments(q, d_out, gates, grads, True, initial)
-        stash, lowest = work.stash(), work.per_program()
-        for close in (True, False):
-            backward_kernel[(work.heads, plan.tiles, plan.segments)](
-                *_arguments(q), *_arguments(k), *_arguments(v), *_arguments(gate),
-                *_arguments(reverse_gate if bidirectional else gate), *_arguments(d_out), dq, dk, df, dr, dv,
-                *states, *grads, *d_initial, stash, lowest,
-                scale, N, H, plan.segment_chunks * plan.L, plan.segment_chunks, dq.stride(0),
-                CLOSE=close, BIDIRECTIONAL=bidirectional, STATES=states[0] is not None,
-                GRADIENTS=grads[0] is not None, INITIAL_GRADIENTS=initial and single,
-                NORMALIZER=normalizer, DK=DK, DV=DV, **plan.constants,
-            )  # fmt: skip
+        initials = (initial_state, reverse_initial_state)[: 1 + bidirectional]
+        grads = [None if x is None else x / scale for x in (d_final, d_reverse_final)[: 1 + bidirectional]]
+        wanted = any(x is not None for x in initials)
+        states = _walk(k, v, gates, initials, False, normalizer, plan, against=False)
+        gradients = _walk(q, d_out, gates, grads, wanted, normalizer, plan, against=True)
+        _chunks(
+            gradient_kernel, plan, B * H,
+            *_arguments(q), *_arguments(k), *_arguments(v), *_arguments(gates[0]), *_arguments(gates[-1]),
+            *_arguments(d_out), dq, dk, df, dr, dv, states.stash, gradients.stash, states.lowest,
+            scale, N, H, B * H, plan.chunks, dq.stride(0),
+            BIDIRECTIONAL=bidirectional, NORMALIZER=normalizer, DK=DK, DV=DV,
+        )  # fmt: skip
 
     def whole(x: Tensor, like: Tensor) -> Tensor:
         return x[0] if plan.tiles == 1 else x.sum(0).to(like.dtype)
 
     result = [whole(x, like) for x, like in zip((dq, dk), inputs)]
     result += [dv, whole(df, inputs[3]), whole(dr, inputs[4]) if bidirectional else None]
-    for state, gradient in zip((initial_state, reverse_initial_state), d_initial):
-        result.append(None if state is None else _from_internal(gradient, B, DK, state.dtype, scale))
+    for direction, state in enumerate((initial_state, reverse_initial_state)):
+        given = state is not None
+        result.append(_from_internal(gradients.last[direction], q, state.dtype, scale) if given else None)
     return tuple(result)
