@@ -16,11 +16,12 @@ from .base import TokenConv, TokenMixer
 class NormWeight(nn.RMSNorm):
     """The parameters of an RMSNorm that is computed inside a fused operation.
 
-    The weight is got by calling the module, so that offloading, which hooks into calls, brings it to the device.
+    The weight is got by calling the module, so that offloading, which hooks into calls, brings it to the device; as a
+    view, which stays there when the parameter is sent back after the call.
     """
 
     def forward(self) -> Tensor:
-        return self.weight
+        return self.weight.view_as(self.weight)
 
 
 class GatedLinearAttention(TokenMixer):
