@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,8 @@ def bench_ops(out: str, *, device: str | None = None, quick: bool = False) -> di
     dtype = torch.bfloat16 if chosen.type == "cuda" else torch.float32
     if chosen.type == "cuda":
         bandwidth = bench_gpu.copy_bandwidth()
-        rows = bench_gpu.op_rows(bandwidth)
         known = versions(chosen) | {"copy": f"{bandwidth / 1e12:.2f} TB/s"}
+        rows = _shown(bench_gpu.op_rows(bandwidth))
         drawn = [row for row in rows if row["heads"] == rows[0]["heads"]]
         result = {"versions": known, "rows": rows, "ratios": bench_gpu.op_ratios(rows)}
         return _finish(Path(out), "ops", result, _panels(drawn, "peer", "tokens", _OP_PANELS))
@@ -118,8 +118,9 @@ def bench_ops(out: str, *, device: str | None = None, quick: bool = False) -> di
 def bench_denoisers(out: str) -> dict[str, Any]:
     """DiG beside diffusers' DiT on a GPU: time and peak memory of a forward pass, by resolution."""
     chosen = pick_device("cuda")
-    rows = bench_gpu.denoiser_rows()
-    result = {"versions": versions(chosen), "rows": rows, "ratios": bench_gpu.denoiser_ratios(rows)}
+    known = versions(chosen)
+    rows = _shown(bench_gpu.denoiser_rows())
+    result = {"versions": known, "rows": rows, "ratios": bench_gpu.denoiser_ratios(rows)}
     return _finish(Path(out), "denoisers", result, _panels(rows, "model", "side", _DENOISER_PANELS))
 
 
@@ -158,8 +159,9 @@ def bench_models(out: str, *, device: str | None = None, quick: bool = False) ->
     """Inference of a ViG and of timm's ViT of the same size; memory in a process for each."""
     chosen = pick_device(device)
     if chosen.type == "cuda":
-        rows = bench_gpu.model_rows()
-        result = {"versions": versions(chosen), "rows": rows, "ratios": bench_gpu.model_ratios(rows)}
+        known = versions(chosen)
+        rows = _shown(bench_gpu.model_rows())
+        result = {"versions": known, "rows": rows, "ratios": bench_gpu.model_ratios(rows)}
         return _finish(Path(out), "models", result, _panels(rows, "model", "side", _MODEL_PANELS))
     rows = []
     for side in [224] if quick else list(_IMAGES):
@@ -248,8 +250,27 @@ def _finish(out: Path, name: str, result: dict[str, Any], panels: list[tuple]) -
     return result
 
 
+def _shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each shown as soon as it is measured: a run that is cut short has not measured for nothing."""
+    kept = []
+    for row in rows:
+        print("  ".join(f"{key} {_text(value)}" for key, value in row.items()), file=sys.stderr, flush=True)
+        kept.append(row)
+    return kept
+
+
+def _text(cell: Any) -> str:
+    return (
+        f"{cell:,.3f}"
+        if isinstance(cell, float) and abs(cell) < 10
+        else f"{cell:,.1f}"
+        if isinstance(cell, float)
+        else str(cell)
+    )
+
+
 def _print_rows(rows: list[list[Any]]) -> None:
-    text = [[f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    text = [[_text(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*text)]
     for row in text:
         print("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]))

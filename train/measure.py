@@ -115,11 +115,19 @@ def in_fresh_process(module: str, request: dict[str, Any], environment: dict[str
 def versions(device: torch.device) -> dict[str, str]:
     """What a number depends on, to be saved beside it."""
     import platform
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
+
+    def found(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:  # not installed, or scanvas itself used from its checkout
+            return None
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    found = {p: version(p) for p in ("torch", "timm", "scanvas")}
-    return {"device": str(device), "name": name, "threads": str(torch.get_num_threads()), **found}
+    packages = ("scanvas", "torch", "triton", "timm", "diffusers", "flash-linear-attention")
+    installed = {package: found(package) for package in packages}
+    hardware = {"device": str(device), "name": name, "threads": str(torch.get_num_threads())}
+    return hardware | {package: number for package, number in installed.items() if number}
 
 
 def ratio(what: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
