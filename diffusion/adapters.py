@@ -178,6 +178,12 @@ def find_adapter(model: nn.Module) -> Adapter:
     """
     known = known_models()
     name = type(model).__name__.removeprefix("Linearized")
+    for inside in ("_orig_mod", "module"):  # torch.compile; data parallel wrappers
+        if name not in _ADAPTERS and isinstance(getattr(model, inside, None), nn.Module):
+            raise ValueError(
+                f"{type(model).__name__} wraps a {type(getattr(model, inside)).__name__}: linearize what is inside, "
+                f"model.{inside}, and wrap it again"
+            )
     if name not in _ADAPTERS:
         raise ValueError(
             f"linearize does not know {type(model).__name__}; it knows {', '.join(known)}. "

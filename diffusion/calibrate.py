@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from scanvas.backbones.mixers.hybrid import factor_logit
 from scanvas.backbones.mixers.linear import LinearAttention
 
+from .calibration_data import call_all
 from .linear_attention_modules import LinearizedLayer, TimmAttention
 from .linear_cores import decay_logit
 from .linear_swap import Replacements, add_hooks
@@ -22,43 +23,6 @@ _DECAYS = (0.5, 0.9, 0.99, 0.9999)
 _FACTORS = (0.01, 0.5, 0.9, 0.99)
 _SCALES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _RIDGE = 1e-6
-
-
-def call(model: nn.Module, batch: Any) -> Tensor:
-    """The model's output on a calibration batch: keywords in a dict, positional arguments in a tuple, or one tensor.
-
-    Raises:
-        TypeError: the batch is none of these.
-    """
-    if isinstance(batch, dict):
-        out = model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        out = model(*batch)
-    elif isinstance(batch, Tensor):
-        out = model(batch)
-    else:
-        raise TypeError(
-            "calibration must hold batches for the model: dicts of keywords, tuples of arguments or tensors; "
-            f"got {type(batch).__name__}"
-        )
-    out = out.sample if hasattr(out, "sample") else out
-    return out[0] if isinstance(out, (tuple, list)) else out
-
-
-def as_batches(calibration: Any) -> list:
-    """A list of batches; one alone may come without a list.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if isinstance(calibration, (dict, Tensor)):
-        return [calibration]
-    if not isinstance(calibration, Iterable):
-        raise TypeError(f"calibration must be batches of the model's inputs, got {type(calibration).__name__}")
-    batches = list(calibration)
-    if not batches:
-        raise ValueError("calibration is empty: give at least one batch of the model's inputs")
-    return batches
 
 
 def output_layers(layer: nn.Module) -> list[nn.Linear]:
@@ -109,8 +73,7 @@ def observe(model: nn.Module, replacements: Replacements, batches: list, visit: 
     try:
         for path in replacements:
             attach(path, model.get_submodule(path))
-        for batch in batches:
-            call(model, batch)
+        call_all(model, batches)
     finally:
         for handle in handles:
             handle.remove()
@@ -321,13 +284,13 @@ def sensitivity(model: nn.Module, replacements: Replacements, batches: list) -> 
     rows = []
     try:
         with torch.no_grad():
-            wanted = [call(model, batch) for batch in batches]
+            wanted = call_all(model, batches)
             for path, layer in replacements.items():
                 hook = model.get_submodule(path).register_forward_hook(
                     lambda _, args, kwargs, output, layer=layer: layer(*args, **kwargs), with_kwargs=True
                 )
                 try:
-                    got = [call(model, batch) for batch in batches]
+                    got = call_all(model, batches)
                 finally:
                     hook.remove()
                 error = sum((a.double() - b.double()).square().sum().item() for a, b in zip(got, wanted))

@@ -77,6 +77,8 @@ class LinFusionCore(KernelCore):
         self, dim: int, value_dim: int, heads: int, streams: int, *, hidden: int | None, eps: float, **options
     ):
         super().__init__(dim, value_dim, heads, streams, eps=eps, **options)
+        if hidden is not None and hidden < 1:
+            raise ValueError(f"hidden must be positive, or None for {dim}, the width of the tokens; got {hidden}")
         factory = {key: options[key] for key in ("device", "dtype") if key in options}
         self.q_modulators = nn.ModuleList(Modulator(dim, hidden, **factory) for _ in range(streams))
         self.k_modulators = nn.ModuleList(Modulator(dim, hidden, **factory) for _ in range(streams))

@@ -201,6 +201,24 @@ def default_sizes(model: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(factor * n for n in size) for factor in (1, 2, 4)]
 
 
+def check_sizes(model: nn.Module, sizes: Any) -> list[tuple[int, ...]]:
+    """``sizes`` as a list of tuples.
+
+    Raises:
+        TypeError, ValueError: they are none, or have another number of axes than the model's images.
+    """
+    patch = getattr(getattr(model, "config", None), "patch_size", None)
+    axes = 3 if isinstance(patch, (tuple, list)) and len(patch) == 3 else 2
+    names = "(T, H, W)" if axes == 3 else "(H, W)"
+    if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, (list, tuple)) for size in sizes):
+        raise TypeError(f"sizes must be a list of {names}, got {sizes!r}")
+    least = patch if isinstance(patch, (tuple, list)) else (patch or 1,) * axes
+    for size in sizes:
+        if len(size) != axes or not all(isinstance(n, int) and n >= p for n, p in zip(size, least)):
+            raise ValueError(f"sizes must be a list of {names}, whole numbers that hold a patch; got {tuple(size)}")
+    return [tuple(size) for size in sizes]
+
+
 def image_grid(adapter: Adapter, model: nn.Module, path: str, size: tuple[int, ...]) -> tuple[int, ...]:
     """Grid of the image's tokens in a layer for an input of that size."""
     if adapter.host(path) == "patch_embed":

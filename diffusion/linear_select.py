@@ -17,7 +17,23 @@ def check_options(mixer: str, options: dict[str, Any], adapter: Adapter) -> dict
                 f"linearize: {name!r} is no option of {mixer!r}, which has {', '.join(defaults)}"
                 f"{nearest(name, defaults)}"
             )
+        _check_type(name, options[name], defaults[name])
     return {**defaults, **options}
+
+
+def _check_type(name: str, value: Any, default: Any) -> None:
+    """Refuse an option of another type than its default; what is ``None`` by default is a whole number otherwise."""
+    if isinstance(default, bool):
+        fits, wanted = isinstance(value, bool), "True or False"
+    elif isinstance(default, float):
+        fits, wanted = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0, "a number ≥ 0"
+    else:
+        fits, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+        if default is None:
+            fits, wanted = fits or value is None, "a whole number or None"
+    if not fits:
+        kind = ValueError if isinstance(value, (int, float)) and not isinstance(value, bool) else TypeError
+        raise kind(f"linearize: {name} must be {wanted}, got {value!r}")
 
 
 def layer_spec(
@@ -30,10 +46,10 @@ def layer_spec(
         raise ValueError(
             f"heads: {mixer!r} keeps the scores of the softmax, so also its {before} heads in {path}; got {heads}"
         )
-    if not isinstance(after, int) or after < 1 or before % after:
+    if not isinstance(after, int) or isinstance(after, bool) or after < 1 or before % after:
         divisors = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
         raise ValueError(
-            f"heads must divide the {before} heads of {path}, whose neighbours are fused: {divisors}; got {heads}"
+            f"heads must divide the {before} heads of {path}, whose neighbours are fused: {divisors}; got {heads!r}"
         )
     return {"mixer": mixer, "heads": after, "inherit": inherit, "options": dict(options)}
 

@@ -8,12 +8,14 @@ from torch import nn
 
 from . import calibrate as fit
 from .adapters import Adapter, find_adapter, nearest
+from .calibration_data import as_batches
 from .linear_budget import Budget, plan_budget
 from .linear_cores import TARGETS
 from .linear_denoiser import write_entries
 from .linear_report import (
     LinearizeReport,
     attention_costs,
+    check_sizes,
     default_sizes,
     is_linear,
     softmax_rows,
@@ -101,7 +103,10 @@ def linearize(
     adapter = find_adapter(model)
     softmax = _softmax_layers(adapter, model)
     options = check_options(mixer, options, adapter)
-    batches = None if calibration is None else fit.as_batches(calibration)
+    sizes = None if sizes is None else check_sizes(model, sizes)
+    if not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number, got {seed!r}")
+    batches = None if calibration is None else as_batches(calibration)
     by_budget = isinstance(layers, Budget)
     by_sensitivity = by_budget or (isinstance(layers, (int, float)) and not isinstance(layers, bool))
     chosen = list(softmax) if by_sensitivity else select_layers(softmax, layers)
@@ -228,8 +233,21 @@ def _softmax_layers(adapter: Adapter, model: nn.Module) -> dict[str, nn.Module]:
     found = adapter.attentions(model)
     if hasattr(adapter, "finish"):  # our denoiser: other mixers are no mistake, there is only nothing to do
         found = {path: m for path, m in found.items() if type(m).__name__ == "SoftmaxAttention"}
+        if not found and model.config.layer_mixers:
+            raise ValueError(f"{type(model).__name__} is linearised already: none of its mixers is softmax any more")
     if not found:
         raise ValueError(f"{type(model).__name__} has no softmax self-attention at {adapter.layers!r}")
+    return found
+
+
+def _of_teacher(teacher: Any, adapter: Adapter, path: str) -> nn.Module:
+    """The softmax layer of a teacher that stands in the place of a linear one."""
+    found = adapter.attentions(teacher).get(path) if isinstance(teacher, nn.Module) else None
+    if found is None or is_linear(found):
+        raise ValueError(
+            f"teacher must be the softmax model that was linearised; {type(teacher).__name__} has no softmax at {path}"
+        )
+    adapter.verify(path, found)
     return found
 
 
@@ -268,7 +286,7 @@ def delinearize(model: Any, teacher: nn.Module | None = None) -> Any:
         )
     sources = {}
     for path in paths:
-        source = kept[path] if teacher is None else copy.deepcopy(teacher.get_submodule(path))
+        source = kept[path] if teacher is None else copy.deepcopy(_of_teacher(teacher, adapter, path))
         like = next(model.get_submodule(path).parameters())
         sources[path] = source.to(device=like.device, dtype=like.dtype).train(model.training)
     remove_hooks(model)

@@ -147,7 +147,7 @@ def test_every_model_to_every_target(name, mixer, tmp_path):
         loaded = type(student).from_pretrained(tmp_path)
     assert type(loaded) is type(student)
     assert torch.equal(run(loaded, inputs), got)
-    with pytest.raises(ValueError, match="linearised already" if name != "denoiser" else "no softmax"):
+    with pytest.raises(ValueError, match="linearised already"):
         scanvas.linearize(loaded, mixer)
 
 
@@ -403,7 +403,33 @@ def test_bad_arguments_leave_the_model_alone():
         ("calibration is empty", ValueError, {"calibration": []}),
         ("calibration must hold batches", TypeError, {"calibration": ["a"]}),
         ("calibration must be batches", TypeError, {"calibration": 3}),
-        ("unexpected keyword argument 'nonsense'", TypeError, {"calibration": [{"nonsense": 1}]}),
+        (
+            r"batch 0 \(nonsense: int\) can not be run by PixArt.*'nonsense'",
+            TypeError,
+            {"calibration": [{"nonsense": 1}]},
+        ),
+        (
+            r"batch 1 \(hidden_states: \(2, 5, 8, 12\) float32, .*\) can not be run by .* channels",
+            ValueError,
+            {"calibration": [inputs, {**inputs, "hidden_states": torch.zeros(2, 5, 8, 12)}]},
+        ),
+        (r"batch 0 \(\(2, 4, 8, 12\) float32\) can not be run", ValueError, {"calibration": torch.zeros(2, 4, 8, 12)}),
+        (
+            "the output of PixArtTransformer2DModel on batch 0 .* is not finite",
+            ValueError,
+            {"calibration": [{**inputs, "hidden_states": torch.full((2, 4, 8, 12), torch.nan)}]},
+        ),
+        (r"sizes must be a list of \(H, W\), got \(64, 64\)", TypeError, {"sizes": (64, 64)}),
+        (r"sizes must be a list of \(H, W\), .* hold a patch; got \(1, 8\)", ValueError, {"sizes": [(1, 8)]}),
+        (r"sizes .*; got \(2, 8, 8\)", ValueError, {"sizes": [(2, 8, 8)]}),
+        ("seed must be a whole number, got 'a'", TypeError, {"seed": "a"}),
+        ("kernel_size must be a whole number, got '3'", TypeError, {"kernel_size": "3"}),
+        ("kernel_size must be a whole number, got 3.0", ValueError, {"kernel_size": 3.0}),
+        ("eps must be a number ≥ 0, got -1", ValueError, {"eps": -1}),
+        ("normalize must be True or False, got 1", ValueError, {"mixer": "gla", "normalize": 1}),
+        ("hidden must be a whole number or None", TypeError, {"mixer": "linfusion", "hidden": "all"}),
+        ("hidden must be positive, or None for 32", ValueError, {"mixer": "linfusion", "hidden": 0}),
+        ("heads must divide the 4 heads of .*; got True", ValueError, {"heads": True}),
         ("initial_decay must be between 0 and 1, got 1.0", ValueError, {"mixer": "gla", "initial_decay": 1.0}),
         ("gate_rank must be positive", ValueError, {"mixer": "gla", "gate_rank": 0}),
         (
@@ -425,6 +451,17 @@ def test_bad_arguments_leave_the_model_alone():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not model.training
 
+    with pytest.raises(ValueError, match=r"OptimizedModule wraps a PixArt.*model\._orig_mod"):
+        scanvas.linearize(torch.compile(model))
+    with pytest.raises(ValueError, match=r"DataParallel wraps a PixArt.*model\.module"):
+        scanvas.linearize(nn.DataParallel(model))
+    linear, _ = scanvas.linearize(model, "lit", keep_original=False)
+    kept = snapshot(linear)
+    for teacher in (build("dit")[0], scanvas.linearize(model, "lit")[0], None):
+        with pytest.raises(ValueError, match=r"has no softmax at transformer_blocks|not there any more"):
+            scanvas.delinearize(linear, teacher=teacher)
+    assert same(linear, kept)
+    assert type(linear).__name__ == "LinearizedPixArtTransformer2DModel"
     with pytest.raises(
         ValueError, match=r"does not know Linear; it knows AuraFlow.*, .*VisionTransformer.*register_adapter"
     ):
