@@ -526,7 +526,7 @@ def test_bad_input_is_refused_before_any_training(home, tmp_path, name):
 
 def test_a_teacher_that_is_not_softmax_is_refused(home, tmp_path):
     run(painting(home, tmp_path / "a", "stages=[{steps: 1}]"))
-    with pytest.raises(ConfigError, match="no softmax self-attention"):
+    with pytest.raises(ConfigError, match="is linearised already"):
         run([*painting(home, tmp_path / "b"), f"teacher.checkpoint={tmp_path / 'a' / 'final'}"])
     run(classifying(home, tmp_path / "c", "stages=[{steps: 1}]"))
     with pytest.raises(ConfigError, match="linearised already"):
