@@ -19,8 +19,8 @@ FUSED_PROGRAMS = 132
 FEW_WALKS = 528
 WANTED_WALKS = 1056
 MIN_SEGMENT_CHUNKS = 4
-_FAR_BLOCK = 8
-_MAX_CHUNK = 64
+_FAR_BLOCK = 8  # chunks that one program of the far way looks at
+CHUNK = 32  # tokens, at most
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, bidirectional: bool) -> Plan:
     bfloat16 = _bfloat16_operands(q, k, v)
     BK, KP = _key_pieces(DK, 32 if bfloat16 else 16)
     BV, BV2 = _value_tiles(DV, 64 if bfloat16 else 32)
-    L = 32 if bfloat16 or (KP == 1 and BV2 == 0) else 16
+    L = CHUNK if bfloat16 or (KP == 1 and BV2 == 0) else 16  # float32 takes twice the registers
     L = min(L, max(16, triton.next_power_of_2(N)))
     tiles, chunks = triton.cdiv(DV, BV + BV2), triton.cdiv(N, L)
     # A state of 64×32 takes 32 registers of a thread.
@@ -113,7 +113,7 @@ def _arguments(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 def _rows(x: Tensor) -> Tensor:
     """x with its last dimension contiguous and the offsets within a chunk below 2³¹: all the kernels demand."""
-    return x if x.stride(-1) == 1 and x.stride(1) * _MAX_CHUNK < 2**31 else x.contiguous()
+    return x if x.stride(-1) == 1 and x.stride(1) * CHUNK < 2**31 else x.contiguous()
 
 
 def _gates(gate: Tensor, reverse_gate: Tensor | None) -> tuple[Tensor, ...]:
