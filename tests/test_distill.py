@@ -20,7 +20,7 @@ from scanvas.train.losses import Step
 from scanvas.train.process import Process, create_scheduler
 
 QUICK = ["data.workers=0", "train.batch_size=8", "train.cpu=true", "run.tensorboard=false", "run.plot=false"]
-QUICK += ["run.log_every=1", "train.epochs=2", "optim.weight_decay=0"]
+QUICK += ["run.log_every=1", "train.epochs=1", "optim.weight_decay=0"]
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ TRANSFER = {
 @pytest.mark.parametrize("name", TRANSFER)
 def test_attention_transfer_brings_every_layer_nearer(home, tmp_path, name):
     recipe, options = TRANSFER[name]
-    _, measured = run(recipe(home, tmp_path, *options, "train.epochs=8", "run.eval_every=8"))
+    _, measured = run(recipe(home, tmp_path, *options, "train.epochs=6", "run.eval_every=6"))
     before, after = read(tmp_path / "linearized.json"), read(tmp_path / "layers.json")
     assert before.keys() == after.keys()
     assert len(before) == 2
@@ -259,7 +259,7 @@ def test_a_run_in_three_stages_leaves_a_pipeline_and_the_teacher_as_it_was(home,
     assert pipeline.transformer.config.layer_mixers["1"]["mixer"] == "linear"
     assert pipeline.config.id2label == {"0": "apple", "1": "boat", "2": "cup"}
     assert pipeline(["boat"], num_inference_steps=2).images[0].size == (8, 8)
-    assert (tmp_path / "run" / "samples" / "step-00000012.png").is_file()
+    assert (tmp_path / "run" / "samples" / "step-00000006.png").is_file()
     rows = (tmp_path / "run" / "stage-2-block" / "train.csv").read_text().splitlines()
     assert len(rows) == 5, "a stage may have a length of its own in steps"
     # the second stage began where the first ended
@@ -344,6 +344,18 @@ def test_the_teachers_logits_can_be_worked_out_once(home, tmp_path, monkeypatch)
     assert len(counted) == 6 + 2 + 2, "the training images once, the held-out ones for the two measurements before"
     logits = load_file(tmp_path / "b" / "teacher" / "logits.safetensors")["logits"]
     assert logits.shape == (48, 3)
+
+
+def test_what_is_new_may_learn_faster(home, tmp_path):
+    options = ["stages=[{kind: attention, steps: 3, lr: 0.01, new_lr: 20, warmup: 0.5}]", "optim.weight_decay=0.1"]
+    run(classifying(home, tmp_path, *options, "optim.warmup_lr=0.001"))
+    state = read(tmp_path / "checkpoints" / "step-00000003" / "state.json")
+    groups = state["optimizer"]["param_groups"]
+    assert sorted((g["lr_scale"], g["weight_decay"], len(g["params"])) for g in groups) == [
+        (1.0, 0.0, 8), (1.0, 0.1, 8), (20.0, 0.0, 2), (20.0, 0.1, 2),
+    ]  # fmt: skip
+    rates = {g["lr_scale"]: g["lr"] for g in groups}
+    assert rates[20.0] == pytest.approx(20 * rates[1.0])
 
 
 # ---- stopping and going on

@@ -197,6 +197,14 @@ class DistillTask:
         steps = stage.steps and stage.steps * config.train.grad_accum_steps
         self.batches_per_epoch = steps or self.source.batches_per_epoch
 
+        self.new = run.linear.new
+        self.rate_of = None if stage.new_lr == 1.0 else self._rate_of
+
+    def _rate_of(self, name: str) -> float:
+        """Of parameters of ``model``; LoRA's are as new as any."""
+        inside = name.removeprefix("net.").removeprefix("denoiser.")
+        return self.stage.new_lr if inside in self.new or "lora_" in inside else 1.0
+
     # ---- data, as the task's own
 
     def batches(self, epoch: int, start: int) -> Iterator[Any]:

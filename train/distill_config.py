@@ -57,6 +57,7 @@ class StageConfig:
     epochs: int | None = None  # None: train.epochs
     steps: int | None = None  # instead: so many optimiser steps, measured once at their end
     lr: float | None = None  # None: optim.lr
+    new_lr: float = 1.0  # times that for tensors that the teacher lacks
     warmup: float | None = None  # fraction of the stage; None: optim.warmup_epochs
     terms: dict[str, float] = field(default_factory=dict)  # losses and weights; empty: those of ``default_terms``
     train: str | None = None  # new, attention, lora or all; None: attention, and all end to end
@@ -171,7 +172,7 @@ def _check_stage(stage: StageConfig, where: str, task: str) -> None:
         )
     if stage.epochs is not None and stage.steps is not None:
         raise ConfigError(f"{where} has both epochs and steps: leave one out")
-    for name in ("epochs", "steps", "lora_rank", "lr", "temperature", "lora_alpha"):
+    for name in ("epochs", "steps", "lora_rank", "lr", "new_lr", "temperature", "lora_alpha"):
         value = getattr(stage, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{where}.{name} must be positive, and is {value}")

@@ -64,6 +64,8 @@ class Task(Protocol):
     def export(self, model: nn.Module, folder: Path, metrics: dict[str, Any]) -> None:
         """Write into ``folder`` what others load. Called on the main process."""
 
+    # A task may also have ``rate_of(name) -> float``: what a parameter's learning rate is multiplied by.
+
     def notes(self) -> list[str]:
         """Lines to print at the end, e.g. how many images were skipped."""
 
@@ -132,7 +134,8 @@ class Loop:
         if train.torch_compile:
             model.compile()
         self.global_batch = train.batch_size * train.grad_accum_steps * self.accelerator.num_processes
-        optimizer = optim.create_optimizer(model, optim_config, self.global_batch)
+        scale_of = getattr(self.task, "rate_of", None)
+        optimizer = optim.create_optimizer(model, optim_config, self.global_batch, scale_of)
         self.plain_model = model
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.scheduler = optim.create_scheduler(optimizer, optim_config, train.epochs, self.steps_per_epoch)
