@@ -14,7 +14,7 @@ from scanvas.kernels.dispatch import INTERPRETED
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Decays are kept as binary logarithms. A chunk in which a channel decays by more than 2^-RANGE, e^-80, is computed the
-# far way (forward.py). The factors of the other way lie within e^±40: they and their sums of products stay within
+# far way (chunks.py). The factors of the other way lie within e^±40: they and their sums of products stay within
 # bfloat16 and float32.
 RANGE = tl.constexpr(80.0 * 1.4426950408889634)
 _COMPILED = tl.constexpr(not INTERPRETED)

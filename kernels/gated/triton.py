@@ -1,7 +1,7 @@
 """Gated linear attention in Triton, as operators PyTorch can trace, export and differentiate.
 
-The algorithm is drawn in README.md; the kernels are in forward.py, backward.py and states.py, tiles and launches in
-launch.py.
+The algorithm is drawn in README.md; the kernels are in fused.py, states.py, chunks.py and backward.py, tiles and
+launches in launch.py.
 """
 
 import torch
