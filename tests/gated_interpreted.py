@@ -47,10 +47,21 @@ def test_dtypes(dtype):
     testing.check(BOTH, testing.make_inputs(BOTH, 1, 40, 1, 16, 16), "triton", dtype)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_halves_where_states_would_take_too_much_memory(batch, monkeypatch):
+    """Batch or heads one after the other, in halves."""
+    monkeypatch.setattr(launch, "WORKSPACE", 1)
+    check_states(batch, 20, 3, bidirectional=True)
+
+
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_states(bidirectional, cut):
-    inputs = testing.make_inputs(BOTH, 1, 37, 1, 8, 6)[: 5 if bidirectional else 4]
-    start = torch.randn(2, 1, 1, 8, 6, generator=torch.Generator().manual_seed(3))
+    check_states(1, 37, 1, bidirectional)
+
+
+def check_states(B, N, H, bidirectional):
+    inputs = testing.make_inputs(BOTH, B, N, H, 8, 6)[: 5 if bidirectional else 4]
+    start = torch.randn(2, B, H, 8, 6, generator=torch.Generator().manual_seed(3))
     results = []
     for impl in ("recurrent", "triton"):
         leaves = [x.clone().requires_grad_() for x in (*inputs, *start[: 2 if bidirectional else 1])]

@@ -21,6 +21,9 @@ WANTED_WALKS = 1056
 MIN_SEGMENT_CHUNKS = 4
 _FAR_BLOCK = 8  # chunks that one program of the far way looks at
 CHUNK = 32  # tokens, at most
+# Stashed states take up to 8 kB a token and head (of 256/256). Where they would need more bytes than this, batch or
+# heads are taken in halves, which are large enough by far to fill a GPU.
+WORKSPACE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,34 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, bidirectional: bool) -> Plan:
     segment_chunks = triton.cdiv(chunks, segments)
     segments = triton.cdiv(chunks, segment_chunks)
     return Plan(L, BK, KP, BV, BV2, walk_BK, bfloat16, tiles, chunks, segments, segment_chunks)
+
+
+def _takes_fused(q: Tensor, k: Tensor, v: Tensor, bidirectional: bool) -> bool:
+    plan = make_plan(q, k, v, bidirectional)
+    return q.shape[0] * q.shape[2] >= FUSED_PROGRAMS and plan.KP == plan.tiles == 1 and plan.BV2 == 0
+
+
+def _split(q: Tensor, k: Tensor, v: Tensor, bidirectional: bool, walks: int) -> int | None:
+    """The dimension of q to be halved so that the stashes of ``walks`` walks stay small, if they are not."""
+    plan = make_plan(q, k, v, bidirectional)
+    B, _, H, _ = q.shape
+    elements = B * H * plan.chunks * v.shape[-1] * plan.WK * (2 if bidirectional else 1) * walks
+    if elements * plan.stash_dtype.itemsize <= WORKSPACE:
+        return None
+    return 0 if B > 1 else 2 if H > 1 else None
+
+
+def _in_halves(function, dim: int, arguments: tuple, states: range, *rest) -> tuple[Tensor | None, ...]:
+    """``function(*arguments, *rest)`` of both halves, joined. The arguments numbered in ``states`` and the last two
+    results are ``(B, H, Dk, Dv)``, all others ``(B, N, H, D)``."""
+
+    def of(position: int) -> int:
+        return min(dim, 1) if position in states else dim
+
+    halves = [(None, None) if x is None else x.tensor_split(2, of(i)) for i, x in enumerate(arguments)]
+    first, second = (function(*half, *rest) for half in zip(*halves))
+    dims = [dim] * (len(first) - 2) + [min(dim, 1)] * 2
+    return tuple(None if x is None else torch.cat((x, y), d) for x, y, d in zip(first, second, dims))
 
 
 def _arguments(x: Tensor) -> tuple[Tensor, int, int, int]:
@@ -215,6 +246,10 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output ``(B, N, H, Dv)`` and, if wanted, the final states ``(B, H, Dk, Dv)`` in float32."""
     bidirectional = reverse_gate is not None
+    fused = _takes_fused(q, k, v, bidirectional)
+    if not fused and (dim := _split(q, k, v, bidirectional, walks=1)) is not None:
+        arguments = (q, k, v, gate, reverse_gate, initial_state, reverse_initial_state)
+        return _in_halves(forward, dim, arguments, range(5, 7), scale, normalizer, return_states)
     B, N, H, DK = q.shape
     DV = v.shape[-1]
     q, k, v, gates = _rows(q), _rows(k), _rows(v), _gates(gate, reverse_gate)
@@ -225,7 +260,7 @@ def forward(
     with torch.cuda.device_of(q):
         plan = make_plan(q, k, v, bidirectional)
         tensors = (*_arguments(q), *_arguments(k), *_arguments(v), *_arguments(gates[0]), *_arguments(gates[-1]), out)
-        if B * H >= FUSED_PROGRAMS and plan.KP == plan.tiles == 1 and plan.BV2 == 0:
+        if fused:
             lowest = torch.empty(B * H, dtype=torch.float32, device=q.device)
             initial = _to_internal(initials, B * H, DV, plan.WK, q.device)
             shape = (len(initials), B * H, DV, plan.WK)
@@ -255,9 +290,9 @@ def backward(
     v: Tensor,
     gate: Tensor,
     reverse_gate: Tensor | None,
+    d_out: Tensor,
     initial_state: Tensor | None,
     reverse_initial_state: Tensor | None,
-    d_out: Tensor,
     d_final: Tensor | None,
     d_reverse_final: Tensor | None,
     scale: float,
@@ -265,6 +300,9 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of ``q, k, v, gate, reverse_gate, initial_state, reverse_initial_state`` in their dtypes."""
     bidirectional = reverse_gate is not None
+    if (dim := _split(q, k, v, bidirectional, walks=2)) is not None:
+        arguments = (q, k, v, gate, reverse_gate, d_out, initial_state, reverse_initial_state, d_final, d_reverse_final)
+        return _in_halves(backward, dim, arguments, range(6, 10), scale, normalizer)
     scale = scale / 2 if bidirectional else scale
     B, N, H, DK = q.shape
     DV = v.shape[-1]

@@ -62,7 +62,7 @@ def _backward(
     normalizer: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gradients = launch.backward(
-        q, k, v, gate, reverse_gate, initial_state, reverse_initial_state, d_out, d_final, d_reverse_final, scale,
+        q, k, v, gate, reverse_gate, d_out, initial_state, reverse_initial_state, d_final, d_reverse_final, scale,
         normalizer,
     )  # fmt: skip
     return tuple(_or_empty(x, q) for x in gradients)
