@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import DropPath, register_notrace_function
 from torch import Tensor, nn
 
-from scanvas.kernels.glu import silu_product
+from scanvas.kernels.glu import silu_product, silu_product_
 
 from .mixers import TokenConv, create_mixer
 
@@ -21,9 +21,9 @@ def swiglu_hidden(dim: int, multiple: int) -> int:
 @torch.fx.wrap  # timm's register alone reaches only functions of the file that holds the model
 @register_notrace_function
 @torch.jit.ignore
-def _silu_product(x: Tensor) -> Tensor:
+def _silu_product(x: Tensor, overwrite: bool) -> Tensor:
     """One node for tracers: which code runs depends on the device."""
-    return silu_product(x)
+    return silu_product_(x) if overwrite else silu_product(x)
 
 
 class SwiGLU(nn.Module):
@@ -36,7 +36,10 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(…, dim)`` → ``(…, dim)``."""
-        return self.fc2(_silu_product(self.fc1(x)))
+        overwrite = False
+        if not torch.jit.is_scripting():  # the output of fc1 is ours alone, unless a hook has seen it
+            overwrite = not torch.is_grad_enabled() and not self.fc1._forward_hooks
+        return self.fc2(_silu_product(self.fc1(x), overwrite))
 
 
 class MixFFN(nn.Module):

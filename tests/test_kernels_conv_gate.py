@@ -1,10 +1,12 @@
-"""Depthwise convolution of tokens and gated mix in torch, against loops in float64."""
+"""Depthwise convolution of tokens, gated mix and SwiGLU's product in torch, against loops in float64."""
 
 import pytest
 import torch
 
+from scanvas.backbones.block import SwiGLU
 from scanvas.kernels.conv import depthwise_conv2d
 from scanvas.kernels.gate import gated_mix
+from scanvas.kernels.glu import silu_product, silu_product_
 
 BUDGET = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -172,3 +174,22 @@ def test_wrong_dtypes_and_devices_are_named(argument):
         gated_mix(o, local, gate.long(), *weights)
     with pytest.raises(ValueError, match=r"gated_mix: local is on meta, but o is on cpu"):
         gated_mix(o, local.to("meta"), gate, *weights)
+
+
+def test_silu_product_overwrites_only_what_nobody_wants():
+    x = torch.randn(2, 3, 10)
+    expected = silu_product(x)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        silu_product_(x.clone().requires_grad_())
+    out = silu_product_(x)
+    assert out.data_ptr() == x.data_ptr()
+    torch.testing.assert_close(out, expected)
+
+    mlp, seen = SwiGLU(4, 6), []
+    x = torch.randn(2, 3, 4)
+    expected = mlp(x)  # with gradients
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), expected)
+        mlp.fc1.register_forward_hook(lambda module, args, output: seen.append(output))
+        torch.testing.assert_close(mlp(x), expected)
+        torch.testing.assert_close(seen[0], mlp.fc1(x))

@@ -6,7 +6,7 @@ import torch
 from scanvas.kernels import dispatch
 from scanvas.kernels.conv import depthwise_conv2d
 from scanvas.kernels.gate import gated_mix
-from scanvas.kernels.glu import silu_product
+from scanvas.kernels.glu import silu_product, silu_product_
 
 pytestmark = pytest.mark.skipif(
     not dispatch.TRITON_USABLE, reason="needs a GPU, or TRITON_INTERPRET=1 (see test_triton_interpreted.py)"
@@ -96,6 +96,15 @@ def test_gated_mix(dtype, batch, tokens, heads, dim, activation):
 def test_silu_product(dtype, shape):
     torch.manual_seed(3)
     compare(silu_product, (torch.randn(*shape[::-1]).permute(*range(len(shape) - 1, -1, -1)) * 4,), (dtype,))
+
+
+def test_silu_product_overwrites():
+    x = torch.randn(2, 3, 700, device=DEVICE)
+    for given in (x.clone(), x.transpose(0, 1).contiguous().transpose(0, 1)):
+        expected = silu_product(given, impl="torch")
+        out = silu_product_(given, impl="triton")
+        assert out.data_ptr() == given.data_ptr()
+        torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-12, 1e4])

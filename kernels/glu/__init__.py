@@ -1,5 +1,5 @@
 """The product in SwiGLU: see ``silu_product``."""
 
-from .api import IMPLEMENTATIONS, silu_product
+from .api import IMPLEMENTATIONS, silu_product, silu_product_
 
-__all__ = ["IMPLEMENTATIONS", "silu_product"]
+__all__ = ["IMPLEMENTATIONS", "silu_product", "silu_product_"]

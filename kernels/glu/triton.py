@@ -11,9 +11,10 @@ BLOCK = 1024
 @triton.jit
 def _forward_kernel(
     x_ptr,  # (rows, 2·D)
-    out_ptr,  # (rows, D)
+    out_ptr,  # (rows, D), its rows out_stride apart; may be x_ptr
     count,  # rows·D
     D,
+    out_stride,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -21,7 +22,8 @@ def _forward_kernel(
     place = i + i // D * D
     a = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(x_ptr + place + D, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + i, (a * tl.sigmoid(a) * b).to(out_ptr.dtype.element_ty), mask=mask)
+    out = (a * tl.sigmoid(a) * b).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + i + i // D * (out_stride - D), out, mask=mask)
 
 
 @triton.jit
@@ -45,13 +47,18 @@ def _backward_kernel(
     tl.store(d_x_ptr + place + D, (g * a * s).to(d_x_ptr.dtype.element_ty), mask=mask)
 
 
+def _launch(x: Tensor, out: Tensor, D: int, out_stride: int) -> None:
+    count = x.numel() // 2
+    with torch.cuda.device_of(x):
+        _forward_kernel[(triton.cdiv(count, BLOCK),)](x, out, count, D, out_stride, BLOCK=BLOCK, num_warps=4)
+
+
 @torch.library.custom_op("scanvas::silu_product", mutates_args=())
 def _forward(x: Tensor) -> Tensor:
     x = x.contiguous()
     D = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], D), device=x.device, dtype=x.dtype)
-    with torch.cuda.device_of(x):
-        _forward_kernel[(triton.cdiv(out.numel(), BLOCK),)](x, out, out.numel(), D, BLOCK=BLOCK, num_warps=4)
+    _launch(x, out, D, D)
     return out
 
 
@@ -89,8 +96,33 @@ def _differentiate(ctx, d_out):
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
-def product(x: Tensor) -> Tensor:
-    """Argument and result as ``reference.product``; computed in float32 whatever the dtype."""
+@torch.library.custom_op("scanvas::silu_product_", mutates_args=("x",))
+def _overwrite(x: Tensor) -> None:
+    D = x.shape[-1] // 2
+    _launch(x, x, D, 2 * D)
+
+
+@_overwrite.register_fake
+def _(x):
+    return None
+
+
+def _check(x: Tensor) -> None:
     if x.dtype == torch.float64:
         raise TypeError("silu_product: impl='triton' computes in float32, but x is float64; use impl='torch'")
+
+
+def product(x: Tensor) -> Tensor:
+    """Argument and result as ``reference.product``; computed in float32 whatever the dtype."""
+    _check(x)
     return _forward(x)
+
+
+def product_(x: Tensor) -> Tensor:
+    """Argument and result as ``reference.product_``."""
+    _check(x)
+    if not x.is_contiguous():
+        out = _forward(x)
+        return x[..., : out.shape[-1]].copy_(out)
+    _overwrite(x)
+    return x[..., : x.shape[-1] // 2]
