@@ -57,8 +57,13 @@ def test_nothing_but_the_softmax_is_exchanged(name, monkeypatch):
     assert (run(student, inputs) - run(model, inputs)).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("mixer", ["local", "hybrid"])
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("sana")])
+@pytest.mark.parametrize(
+    ("name", "mixer"),
+    [
+        *[(n, "local") for n in MODELS if not n.startswith("sana")],
+        *[(n, "hybrid") for n in ("flux", "wan", "denoiser")],
+    ],
+)
 def test_a_window_that_holds_all_is_the_softmax(name, mixer):
     """Scale, heads, rotary positions, masks and streams are those of the original; nothing linear is left."""
     model, inputs = build(name)

@@ -286,7 +286,7 @@ def test_gradient_checkpointing_sees_its_own_grid(name):
 
 @pytest.mark.parametrize(
     ("name", "mixer"),
-    [("pixart", "lit"), ("vit", "gla"), ("vit", "hedgehog"), ("vit", "linfusion"), ("unet", "local")],
+    [("pixart", "lit"), ("vit", "gla"), ("vit", "hedgehog"), ("vit", "linfusion")],
 )
 def test_compiled(name, mixer):
     model, inputs = build(name)
