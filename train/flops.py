@@ -29,7 +29,8 @@ def count_flops(model: nn.Module, input_size: tuple[int, int, int]) -> int:
     """Operations of one image's forward pass, a multiply and an add counted as two: matrix products, convolutions,
     attention and scans. ``model`` may lie on the meta device."""
     device = next(model.parameters()).device
-    with _scans_counted() as scans, FlopCounterMode(display=False) as counter, torch.no_grad():
+    # With gradients on: the counter's hooks fail on a view of a parameter that was taken without (torch 2.14).
+    with _scans_counted() as scans, FlopCounterMode(display=False) as counter, torch.enable_grad():
         model(torch.empty(1, *input_size, device=device))
     return counter.get_total_flops() + sum(scans)
 
