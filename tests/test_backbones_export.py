@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import timm
 import torch
+from mixer_cases import TYPICAL
 
 import scanvas  # noqa: F401 - registers the models
-from scanvas.backbones.mixers import MIXERS
 
 
 def build(name, gate=0.0, **kwargs):
@@ -31,15 +31,15 @@ def images(batch, seed=0, size=(8, 12)):
     return torch.randn(batch, 3, *size, generator=torch.Generator().manual_seed(seed))
 
 
+OPTIONS = {"local": {"mixer_kwargs": {"radius": 2, "pool": 4}}, "hybrid": {"mixer_kwargs": {"radius": 2}}}
 CASES = [
-    *[("test_vig", {"mixer": mixer}) for mixer in MIXERS],
-    ("test_vig", {"mixer": "local", "mixer_kwargs": {"radius": 2, "pool": 4}}),
+    *[("test_vig", {"mixer": mixer, **OPTIONS.get(mixer, {})}) for mixer in TYPICAL],
     ("test_vig", {"class_token": True, "rope": True}),
     ("test_vig_h", {}),
 ]
 
 
-@pytest.mark.parametrize("mixer", list(MIXERS))
+@pytest.mark.parametrize("mixer", TYPICAL)
 def test_compile_fullgraph(mixer):
     """The graph of eager operations, forward and backward, and under autocast."""
     torch._dynamo.reset()

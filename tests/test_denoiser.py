@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusion_parts import VARIANTS, build, inputs
+from mixer_cases import TYPICAL
 
 from scanvas import create_denoiser, list_mixers
 from scanvas.backbones.scan import ORDERS, from_order, to_order
@@ -47,8 +48,13 @@ def test_presets():
         create_denoiser("dig_s_2", depht=3)
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("mixer", "variant"),
+    [
+        *[(mixer, variant) for mixer in TYPICAL for variant in VARIANTS],
+        *[(mixer, "neither, plain") for mixer in list_mixers() if mixer not in TYPICAL],
+    ],
+)
 def test_every_mixer_any_rectangle(mixer, variant):
     window = {"mixer_kwargs": {"radius": 2}} if mixer == "hybrid" else {}  # or nothing is left for its linear part
     model = build(mixer, **VARIANTS[variant], **window)
@@ -179,7 +185,7 @@ def test_text_mask():
     torch.testing.assert_close(masked[1], other[1])  # no token counts
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
+@pytest.mark.parametrize("mixer", TYPICAL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("mode", ["weights", "autocast"])
 def test_half_precision(mixer, dtype, mode):

@@ -20,8 +20,9 @@ from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_processor import AttnProcessor
 from diffusers.training_utils import EMAModel
 from diffusion_parts import VARIANTS, build, inputs, vae
+from mixer_cases import TYPICAL
 
-from scanvas import LinearDiTClassPipeline, LinearDiTTransformer2DModel, list_mixers
+from scanvas import LinearDiTClassPipeline, LinearDiTTransformer2DModel
 
 
 @pytest.fixture(params=list(VARIANTS))
@@ -170,7 +171,7 @@ def test_layerwise_casting_and_group_offload(model, tmp_path):
     assert ((out - expected).square().mean() / expected.square().mean()).sqrt() < 0.2
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
+@pytest.mark.parametrize("mixer", TYPICAL)
 def test_sequential_offload(mixer):
     """Weights are on the meta device but while their own module is called: nothing may read them from outside."""
     accelerate = pytest.importorskip("accelerate")

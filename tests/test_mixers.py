@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from mixer_cases import TYPICAL
 from torch import nn
 
 from scanvas.backbones.mixers import MIXERS, TokenMixer, create_mixer, list_mixers, t5
@@ -71,6 +72,55 @@ def test_map_is_float32_also_under_autocast(name, cfg, dtype):
         got = mixer.attention_map(x, (4, 5))
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, exact, atol=4e-2 * exact.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["weights", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("name", "cfg"), CASES)
+def test_half_precision(name, cfg, dtype, autocast):
+    """Output and gradients; tokens far from zero, so that sums of features formed in half precision would show."""
+    mixer, x = build(name, dtype=torch.float32, **cfg), 2 * tokens((12, 13), 1, dtype=torch.float32)
+    expected = mixer(x, (12, 13), 1)
+    expected.square().mean().backward()
+    reference = torch.cat([p.grad.flatten() for p in mixer.parameters()])
+    mixer.zero_grad()
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        got = mixer(x, (12, 13), 1) if autocast else mixer.to(dtype)(x.to(dtype), (12, 13), 1)
+    got.float().square().mean().backward()
+    error = (got.float() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < (0.04 if dtype == torch.bfloat16 else 0.006)
+    gradient = torch.cat([p.grad.float().flatten() for p in mixer.parameters()])
+    assert nn.functional.cosine_similarity(gradient, reference, dim=0) > 0.97
+
+
+class Holder(nn.Module):
+    """A model with a mixer, such as TorchScript wants one."""
+
+    def __init__(self, mixer):
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(self, x):
+        return self.mixer(x, (3, 4), 1)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@torch.no_grad()
+def test_training_mode_export_script_and_offload(name):
+    """Nothing depends on the mode; nothing reads a weight but the module that has it, when it is called. (Compilers and
+    graphs with a dynamic batch: tests/test_backbones_export.py, on typical mixers.)"""
+    accelerate = pytest.importorskip("accelerate")
+    model, x = Holder(build(name, dtype=torch.float32)), tokens((3, 4), 1, dtype=torch.float32)
+    expected = model(x)
+    assert torch.equal(model.train()(x), expected)
+    model.eval()
+    torch.testing.assert_close(torch.jit.script(model)(x), expected, atol=1e-5, rtol=1e-5)
+    if name not in TYPICAL:
+        program = torch.export.export(model, (x,)).module()
+        torch.testing.assert_close(program(x.flip(0)), expected.flip(0), atol=1e-5, rtol=1e-5)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    torch.testing.assert_close(model(x), expected)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize(("name", "cfg"), CASES)
