@@ -170,7 +170,7 @@ def test_blocks_of_flex_hold_all_that_is_visible(grid, radius, start, after, ext
     N = start + torch.Size(grid).numel() + after
     order, mask = _plan(N, grid, radius, start, extra, torch.device("cpu"))
     assert order.sort().values.tolist() == list(range(N))
-    seen = in_disc(N, grid, radius, start, order.device)[order][:, order]
+    seen = in_disc(N, grid, radius, start, order)[:, order]
     image = (order >= start) & (order < N - after)
     seen = torch.cat((seen, image[:, None].expand(-1, extra)), dim=1)
     i, j = torch.arange(N)[:, None], torch.arange(N + extra)

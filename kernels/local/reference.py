@@ -14,13 +14,18 @@ def _dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def in_disc(N: int, grid: Grid, radius: int, start: int, device: torch.device) -> Tensor:
-    """``(N, N)`` bool: the key is in the query's disc, or one of the two is no token of the image."""
-    tokens = math.prod(grid)
-    at = places(grid, device)
-    seen = torch.ones(N, N, dtype=torch.bool, device=device)
-    seen[start : start + tokens, start : start + tokens] = near(at, at, radius)
-    return seen
+def in_disc(N: int, grid: Grid, radius: int, start: int, rows: Tensor) -> Tensor:
+    """``(R, N)`` bool for queries ``rows``: the key is in the disc, or one of the two is no token of the image."""
+    tokens, at = math.prod(grid), places(grid, rows.device)
+    index = rows - start
+    is_image = (index >= 0) & (index < tokens)
+    close = near(at[index.clamp(0, tokens - 1)], at, radius) | ~is_image[:, None]
+    return torch.nn.functional.pad(close, (start, N - start - tokens), value=True)
+
+
+def _rows(q: Tensor, rows: Tensor | None) -> Tensor:
+    rows = torch.arange(q.shape[1], device=q.device) if rows is None else rows.to(q.device)
+    return rows % q.shape[1]  # negative ones count from the end
 
 
 @outside_autocast
@@ -40,16 +45,16 @@ def attention_matrix(
     ``(B, H, R, N + M)``, float32 or float64."""
     dtype, N = _dtype(q, k), q.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    seen = in_disc(N, grid, radius, start, q.device)
+    index = _rows(q, rows)
+    seen = in_disc(N, grid, radius, start, index)
     bias = None if log_weight is None else log_weight.to(dtype)
     if extra_k is not None:
         k = torch.cat((k, extra_k), dim=1)
-        image = torch.zeros(N, extra_k.shape[1], dtype=torch.bool, device=q.device)
-        image[start : start + math.prod(grid)] = True
-        seen = torch.cat((seen, image), dim=1)
+        image = (index >= start) & (index < start + math.prod(grid))
+        seen = torch.cat((seen, image[:, None].expand(-1, extra_k.shape[1])), dim=1)
         bias = None if bias is None else torch.nn.functional.pad(bias, (0, extra_k.shape[1]))
     if rows is not None:
-        q, seen = q[:, rows], seen[rows]
+        q = q[:, rows]
     scores = torch.einsum("brhd,bnhd->bhrn", q.to(dtype), k.to(dtype)) * scale
     if bias is not None:
         scores = scores + bias[:, None, None]
@@ -75,16 +80,17 @@ def hybrid_matrix(
     """The matrix A for which ``A @ v`` is ``hybrid_attention``: ``(B, H, R, N)``, float32 or float64."""
     dtype, N, tokens = _dtype(q, k), q.shape[1], math.prod(grid)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    index = _rows(q, rows)
     if radius is not None:
-        exact = in_disc(N, grid, radius, start, q.device)
+        exact = in_disc(N, grid, radius, start, index)
     else:
         image = torch.arange(N, device=q.device) - start
         inside = (image >= 0) & (image < tokens)
-        exact = ~inside[:, None] | ~inside | (image % every == 0)
+        exact = ~inside[index, None] | ~inside | (image % every == 0)
     # Queries of other tokens are those of a plain softmax, whose factor cancels.
     features_q, features_k = features_q.to(dtype), features_k.to(dtype)
     if rows is not None:
-        q, features_q, exact = q[:, rows], features_q[:, rows], exact[rows]
+        q, features_q = q[:, rows], features_q[:, rows]
     scores = torch.einsum("brhd,bnhd->bhrn", q.to(dtype), k.to(dtype)) * scale
     if log_weight is not None:
         scores = scores + log_weight.to(dtype)[:, None, None]
