@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import broadcast, set_seed
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -78,11 +78,14 @@ class Distillation:
         if config.checkpoint is not None:
             return matched(teacher, source.load_student(config.checkpoint), config.checkpoint)
         report = self.out / "linearize.json"
-        linear = linearized(teacher, config, self._calibration(config.calibration), report)
-        if self.accelerator.is_main_process and not report.is_file():
-            self.out.mkdir(parents=True, exist_ok=True)
-            linear.report.save(report)
-        self.accelerator.wait_for_everyone()
+        batches = self._calibration(config.calibration)
+        with self.accelerator.main_process_first():  # its batches decide which layers, and what is fitted
+            linear = linearized(teacher, config, batches, report)
+            if self.accelerator.is_main_process and not report.is_file():
+                self.out.mkdir(parents=True, exist_ok=True)
+                linear.report.save(report)
+        for tensor in linear.model.state_dict().values():
+            broadcast(tensor)
         return linear
 
     @torch.no_grad()

@@ -193,7 +193,7 @@ class ClassifySource(ClassifyTask):
 
             if self.accelerator.is_main_process:
                 write_directory(place, fill)
-            self.accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()
         self.logits = load_tensors(place / "logits.safetensors")["logits"].to(self.accelerator.device)
 
     def remembered(self, pictures: Pictures) -> Tensor:
