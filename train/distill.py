@@ -97,7 +97,7 @@ class Distillation:
             lambda _, args, kwargs: calls.append(kwargs if kwargs else args), with_kwargs=True
         )
         try:
-            for batch, _ in zip(self.source.batches(0, 0), range(count)):
+            for _, batch in zip(range(count), self.source.batches(0, 0)):
                 self.teacher(self.source.draw(batch).inputs)
         finally:
             handle.remove()
