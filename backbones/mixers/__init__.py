@@ -7,6 +7,7 @@ from .hybrid import HybridAttention
 from .linear import LinearAttention
 from .linfusion import LinFusionAttention
 from .local import LocalAttention
+from .sana import SanaAttention
 from .softmax import SoftmaxAttention
 from .t5 import TTTAttention
 
@@ -19,6 +20,7 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "linear": LinearAttention,
     "linfusion": LinFusionAttention,
     "local": LocalAttention,
+    "sana": SanaAttention,
     "softmax": SoftmaxAttention,
     "t5": TTTAttention,
 }
