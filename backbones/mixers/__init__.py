@@ -7,6 +7,7 @@ from .hybrid import HybridAttention
 from .linear import LinearAttention
 from .linfusion import LinFusionAttention
 from .local import LocalAttention
+from .retention import RetentionAttention
 from .sana import SanaAttention
 from .softmax import SoftmaxAttention
 from .t5 import TTTAttention
@@ -20,6 +21,7 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "linear": LinearAttention,
     "linfusion": LinFusionAttention,
     "local": LocalAttention,
+    "retention": RetentionAttention,
     "sana": SanaAttention,
     "softmax": SoftmaxAttention,
     "t5": TTTAttention,
