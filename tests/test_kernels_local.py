@@ -163,7 +163,7 @@ def test_pairs_are_counted():
 
 @pytest.mark.parametrize(
     ("grid", "radius", "start", "after", "extra"),
-    [((40, 36), 5, 37, 11, 90), ((4, 20, 17), 4, 0, 3, 0), ((64, 64), 8, 130, 0, 0)],
+    [((40, 36), 12, 37, 11, 90), ((4, 20, 17), 4, 0, 3, 0), ((64, 64), 8, 130, 0, 0)],
 )
 def test_blocks_of_flex_hold_all_that_is_visible(grid, radius, start, after, extra):
     """Kernels skip blocks that are not listed and do not mask those that are said to be full."""
