@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from .block import Block, init_linears, swiglu_hidden
 from .convert import convert_vig_checkpoint
+from .mixers import layer_options
 
 __all__ = ["Vig"]
 
@@ -171,12 +172,12 @@ class Vig(nn.Module):
                 num_heads,
                 mlp_hidden or swiglu_hidden(embed_dim, 256),
                 mixer=mixer,
-                mixer_kwargs=mixer_kwargs,
+                mixer_kwargs=layer_options(mixer, i, mixer_kwargs),
                 norm_layer=norm_layer,
                 drop_path=rate,
                 **factory,
             )
-            for rate in calculate_drop_path_rates(drop_path_rate, depth)
+            for i, rate in enumerate(calculate_drop_path_rates(drop_path_rate, depth))
         )
         self.feature_info = [
             {"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": patch_size} for i in range(depth)

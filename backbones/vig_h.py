@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .block import Block, init_linears, swiglu_hidden
 from .convert import convert_vig_h_checkpoint
+from .mixers import layer_options
 from .vig import reset_parts
 
 __all__ = ["VigH"]
@@ -49,7 +50,19 @@ class Stage(nn.Module):
         factory = {"device": kwargs.get("device"), "dtype": kwargs.get("dtype")}
         self.grad_checkpointing = False
         self.downsample = Downsample(in_dim, dim, **factory) if in_dim != dim else nn.Identity()
-        self.blocks = nn.ModuleList(Block(dim, num_heads, mlp_hidden, drop_path=rate, **kwargs) for rate in rates)
+        mixer, options = kwargs.pop("mixer"), kwargs.pop("mixer_kwargs")
+        self.blocks = nn.ModuleList(
+            Block(
+                dim,
+                num_heads,
+                mlp_hidden,
+                mixer=mixer,
+                mixer_kwargs=layer_options(mixer, i, options),
+                drop_path=rate,
+                **kwargs,
+            )
+            for i, rate in enumerate(rates)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, C, H, W)`` → ``(B, C', H', W')``, in memory channels-last."""

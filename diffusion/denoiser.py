@@ -15,7 +15,7 @@ from diffusers.utils import USE_PEFT_BACKEND, scale_lora_layers, unscale_lora_la
 from torch import Tensor, nn
 
 from scanvas.backbones.block import modulate
-from scanvas.backbones.mixers import TokenMixer
+from scanvas.backbones.mixers import TokenMixer, layer_options
 from scanvas.backbones.scan import ORDERS, from_order, to_order
 
 from .block import MLPS, NORMS, LayerNorm, LinearDiTBlock
@@ -130,7 +130,7 @@ class LinearDiTTransformer2DModel(
         self.adaln_single = nn.Linear(dim, 6 * dim) if norm_type == "ada_norm_single" else None
         cross_heads = None if caption_channels is None else num_cross_attention_heads or num_attention_heads
         receivers = range(num_layers // 2 + 1, num_layers) if long_skip else ()
-        mixers = [(mixer, num_attention_heads, mixer_kwargs)] * num_layers
+        mixers = [(mixer, num_attention_heads, layer_options(mixer, i, mixer_kwargs)) for i in range(num_layers)]
         for index, other in (layer_mixers or {}).items():
             if index not in map(str, range(num_layers)) or "mixer" not in other:
                 raise ValueError(f"layer_mixers: '0'…'{num_layers - 1}' → {{'mixer': …}}, got {index!r} → {other}")

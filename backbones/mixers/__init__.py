@@ -1,26 +1,48 @@
 """Token mixers by name. A mixer is one file here and one line in ``MIXERS``; see CONTRIBUTING.md."""
 
+from typing import Any
+
+from .agent import AgentAttention
 from .base import TokenConv, TokenMixer
+from .cosformer import CosformerAttention
+from .flow import FlowAttention
+from .focused import FocusedAttention
 from .gla import GatedLinearAttention
 from .hedgehog import HedgehogAttention
 from .hybrid import HybridAttention
+from .inline import InLineAttention
+from .l2 import L2Attention
 from .linear import LinearAttention
 from .linfusion import LinFusionAttention
 from .local import LocalAttention
+from .mala import MALAAttention
+from .mlla import MLLAAttention
+from .nala import NaLaAttention
+from .rala import RALAAttention
 from .retention import RetentionAttention
 from .sana import SanaAttention
 from .softmax import SoftmaxAttention
 from .t5 import TTTAttention
 
-__all__ = ["MIXERS", "TokenConv", "TokenMixer", "create_mixer", "list_mixers"]
+__all__ = ["MIXERS", "TokenConv", "TokenMixer", "create_mixer", "layer_options", "list_mixers"]
 
 MIXERS: dict[str, type[TokenMixer]] = {
+    "agent": AgentAttention,
+    "cosformer": CosformerAttention,
+    "flow": FlowAttention,
+    "focused": FocusedAttention,
     "gla": GatedLinearAttention,
     "hedgehog": HedgehogAttention,
     "hybrid": HybridAttention,
+    "inline": InLineAttention,
+    "l2": L2Attention,
     "linear": LinearAttention,
     "linfusion": LinFusionAttention,
     "local": LocalAttention,
+    "mala": MALAAttention,
+    "mlla": MLLAAttention,
+    "nala": NaLaAttention,
+    "rala": RALAAttention,
     "retention": RetentionAttention,
     "sana": SanaAttention,
     "softmax": SoftmaxAttention,
@@ -49,3 +71,9 @@ def create_mixer(name: str, dim: int, num_heads: int, **cfg) -> TokenMixer:
     if name not in MIXERS:
         raise ValueError(f"mixer must be one of {', '.join(list_mixers())}; got {name!r}")
     return MIXERS[name](dim, num_heads, **cfg)
+
+
+def layer_options(name: str, index: int, given: dict[str, Any] | None) -> dict[str, Any]:
+    """Keywords of a mixer in the layer ``index`` of a model (or of its stage): those of its turn, then those given."""
+    turns = MIXERS[name].in_turn if name in MIXERS else ({},)
+    return {**turns[index % len(turns)], **(given or {})}

@@ -1,7 +1,7 @@
 """What every token mixer has in common."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import register_notrace_module
@@ -72,8 +72,12 @@ class TokenMixer(nn.Module, ABC):
     """Parameters belong to one grid and are interpolated for another."""
     row_stochastic: ClassVar[bool] = False
     """Rows of the attention map are non-negative and sum to one."""
+    fusible: ClassVar[bool] = True
+    """Queries, keys and values are projections of one input; otherwise ``fused_projections`` changes nothing."""
     has_map: ClassVar[bool] = True
     """There is an attention map; otherwise ``attention_map`` raises NotImplementedError and says why."""
+    in_turn: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    """Keywords which the layers of a model get in turn, for a mixer whose layers alternate."""
     paper: ClassVar[str] = ""
 
     def __init__(self, dim: int, num_heads: int, *, fused_projections: bool = False):
@@ -82,7 +86,7 @@ class TokenMixer(nn.Module, ABC):
             raise ValueError(f"{type(self).__name__}: num_heads must divide dim = {dim}, got num_heads = {num_heads}")
         self.dim = dim
         self.num_heads = num_heads
-        self.fused_projections = fused_projections
+        self.fused_projections = fused_projections and self.fusible
 
     def make_projections(self, key_dim: int, value_dim: int, bias: bool, proj_drop: float = 0.0, **factory) -> None:
         """Create the projections of queries, keys and values and that of the output, ``to_out``."""
@@ -113,7 +117,7 @@ class TokenMixer(nn.Module, ABC):
     @torch.no_grad()
     def fuse_projections(self, fuse: bool = True) -> None:
         """Replace the three projections by one, or with ``fuse=False`` the one by three; the result is the same."""
-        if fuse == self.fused_projections:
+        if fuse == self.fused_projections or not self.fusible:
             return
         sizes = (self.key_dim, self.key_dim, self.value_dim)
         separate = ("to_q", "to_k", "to_v")
