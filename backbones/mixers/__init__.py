@@ -9,6 +9,7 @@ from .flow import FlowAttention
 from .focused import FocusedAttention
 from .gla import GatedLinearAttention
 from .hedgehog import HedgehogAttention
+from .hgrn2 import HGRN2Attention
 from .hybrid import HybridAttention
 from .inline import InLineAttention
 from .l2 import L2Attention
@@ -33,6 +34,7 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "focused": FocusedAttention,
     "gla": GatedLinearAttention,
     "hedgehog": HedgehogAttention,
+    "hgrn2": HGRN2Attention,
     "hybrid": HybridAttention,
     "inline": InLineAttention,
     "l2": L2Attention,
