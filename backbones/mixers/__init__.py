@@ -7,6 +7,7 @@ from .base import TokenConv, TokenMixer
 from .cosformer import CosformerAttention
 from .flow import FlowAttention
 from .focused import FocusedAttention
+from .gdn import GatedDeltaNet
 from .gla import GatedLinearAttention
 from .hedgehog import HedgehogAttention
 from .hgrn2 import HGRN2Attention
@@ -32,6 +33,7 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "cosformer": CosformerAttention,
     "flow": FlowAttention,
     "focused": FocusedAttention,
+    "gdn": GatedDeltaNet,
     "gla": GatedLinearAttention,
     "hedgehog": HedgehogAttention,
     "hgrn2": HGRN2Attention,
