@@ -13,6 +13,7 @@ from .hedgehog import HedgehogAttention
 from .hgrn2 import HGRN2Attention
 from .hybrid import HybridAttention
 from .inline import InLineAttention
+from .kda import KimiDeltaAttention
 from .l2 import L2Attention
 from .linear import LinearAttention
 from .linfusion import LinFusionAttention
@@ -39,6 +40,7 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "hgrn2": HGRN2Attention,
     "hybrid": HybridAttention,
     "inline": InLineAttention,
+    "kda": KimiDeltaAttention,
     "l2": L2Attention,
     "linear": LinearAttention,
     "linfusion": LinFusionAttention,
