@@ -8,6 +8,7 @@ from .cosformer import CosformerAttention
 from .flow import FlowAttention
 from .focused import FocusedAttention
 from .gdn import GatedDeltaNet
+from .gdn2 import GatedDeltaNet2
 from .gla import GatedLinearAttention
 from .hedgehog import HedgehogAttention
 from .hgrn2 import HGRN2Attention
@@ -35,6 +36,7 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "flow": FlowAttention,
     "focused": FocusedAttention,
     "gdn": GatedDeltaNet,
+    "gdn2": GatedDeltaNet2,
     "gla": GatedLinearAttention,
     "hedgehog": HedgehogAttention,
     "hgrn2": HGRN2Attention,
