@@ -15,7 +15,7 @@ import scanvas
 from scanvas.backbones.mixers import MIXERS
 from scanvas.backbones.scan import permutation
 from scanvas.train.maps import deletion_insertion, effective_receptive_field, relevance
-from scanvas.train.maps.relevance import METHODS
+from scanvas.train.maps.attribution import METHODS
 from scanvas.train.maps.statistics import decay_lengths, describe
 from scanvas.train.measure import peak_memory
 

@@ -1,9 +1,9 @@
 """Looking inside: attention maps of anything scanvas, timm and diffusers build, exact and without ``N²`` memory."""
 
 from .api import AttentionMaps, attention_maps
+from .attribution import deletion_insertion, relevance
 from .layers import LayerMap
 from .receptive import ReceptiveField, effective_receptive_field
-from .relevance import deletion_insertion, relevance
 from .steps import StepMaps, attention_over_steps
 
 __all__ = [

@@ -90,6 +90,6 @@ def animation(maps: StepMaps, path: str | Path, milliseconds: int) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     durations = [milliseconds] * (len(frames) - 1) + [4 * milliseconds]
-    palette = [frame.quantize(128) for frame in frames]
+    palette = [frame.quantize(255, Image.Quantize.MAXCOVERAGE) for frame in frames]
     palette[0].save(path, save_all=True, append_images=palette[1:], duration=durations, loop=0)
     return path
