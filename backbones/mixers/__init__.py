@@ -16,6 +16,7 @@ from .hybrid import HybridAttention
 from .inline import InLineAttention
 from .kda import KimiDeltaAttention
 from .l2 import L2Attention
+from .lina import LinaAttention
 from .linear import LinearAttention
 from .linfusion import LinFusionAttention
 from .local import LocalAttention
@@ -44,6 +45,7 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "inline": InLineAttention,
     "kda": KimiDeltaAttention,
     "l2": L2Attention,
+    "lina": LinaAttention,
     "linear": LinearAttention,
     "linfusion": LinFusionAttention,
     "local": LocalAttention,
