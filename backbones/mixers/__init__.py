@@ -26,6 +26,7 @@ from .nala import NaLaAttention
 from .rala import RALAAttention
 from .retention import RetentionAttention
 from .sana import SanaAttention
+from .sla import SparseLinearAttention
 from .softmax import SoftmaxAttention
 from .t5 import TTTAttention
 
@@ -55,6 +56,7 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "rala": RALAAttention,
     "retention": RetentionAttention,
     "sana": SanaAttention,
+    "sla": SparseLinearAttention,
     "softmax": SoftmaxAttention,
     "t5": TTTAttention,
 }
