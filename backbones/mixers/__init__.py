@@ -27,6 +27,7 @@ from .rala import RALAAttention
 from .retention import RetentionAttention
 from .sana import SanaAttention
 from .sla import SparseLinearAttention
+from .slab import SlabAttention
 from .softmax import SoftmaxAttention
 from .t5 import TTTAttention
 
@@ -57,6 +58,7 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "retention": RetentionAttention,
     "sana": SanaAttention,
     "sla": SparseLinearAttention,
+    "slab": SlabAttention,
     "softmax": SoftmaxAttention,
     "t5": TTTAttention,
 }
