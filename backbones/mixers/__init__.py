@@ -2,19 +2,28 @@
 
 from typing import Any
 
+from .agent import AgentAttention
 from .base import TokenConv, TokenMixer
+from .cosformer import CosformerAttention
+from .flow import FlowAttention
+from .focused import FocusedAttention
 from .gdn import GatedDeltaNet
 from .gdn2 import GatedDeltaNet2
 from .gla import GatedLinearAttention
 from .hedgehog import HedgehogAttention
 from .hgrn2 import HGRN2Attention
 from .hybrid import HybridAttention
+from .inline import InLineAttention
 from .kda import KimiDeltaAttention
 from .l2 import L2Attention
 from .lina import LinaAttention
 from .linear import LinearAttention
 from .linfusion import LinFusionAttention
 from .local import LocalAttention
+from .mala import MALAAttention
+from .mlla import MLLAAttention
+from .nala import NaLaAttention
+from .rala import RALAAttention
 from .retention import RetentionAttention
 from .sana import SanaAttention
 from .sla import SparseLinearAttention
@@ -25,18 +34,27 @@ from .t5 import TTTAttention
 __all__ = ["MIXERS", "TokenConv", "TokenMixer", "create_mixer", "layer_options", "list_mixers"]
 
 MIXERS: dict[str, type[TokenMixer]] = {
+    "agent": AgentAttention,
+    "cosformer": CosformerAttention,
+    "flow": FlowAttention,
+    "focused": FocusedAttention,
     "gdn": GatedDeltaNet,
     "gdn2": GatedDeltaNet2,
     "gla": GatedLinearAttention,
     "hedgehog": HedgehogAttention,
     "hgrn2": HGRN2Attention,
     "hybrid": HybridAttention,
+    "inline": InLineAttention,
     "kda": KimiDeltaAttention,
     "l2": L2Attention,
     "lina": LinaAttention,
     "linear": LinearAttention,
     "linfusion": LinFusionAttention,
     "local": LocalAttention,
+    "mala": MALAAttention,
+    "mlla": MLLAAttention,
+    "nala": NaLaAttention,
+    "rala": RALAAttention,
     "retention": RetentionAttention,
     "sana": SanaAttention,
     "sla": SparseLinearAttention,
