@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scanvas.kernels import conv, dispatch, gate, gated, glu, linear
+from scanvas.kernels import conv, dispatch, gate, gated, glu, linear, local
 
 # Largest error of output or gradients relative to float64, for each dtype: rounding of inputs, outputs and what lies
 # between, with an ample margin. A wrong kernel is off by orders of magnitude.
@@ -124,6 +124,17 @@ def _cases() -> Iterator[tuple[str, dict[str, Callable], str, Callable, list[Ten
         torch.rand(64),
     ]
     yield "gated_mix", gate.IMPLEMENTATIONS, "D=64", gate.gated_mix, inputs
+
+    def disc(q, k, v, impl):
+        return local.local_attention(q, k, v, (19, 21), 5, start=9, impl=impl)
+
+    def hybrid(*tensors, impl):
+        return local.hybrid_attention(*tensors, (19, 21), radius=5, start=9, impl=impl)
+
+    inputs = [torch.randn(2, 408, 2, 32) for _ in range(3)]
+    yield "local_attention", local.IMPLEMENTATIONS, "19×21 and 9 more, radius 5, D=32", disc, inputs
+    inputs = [*inputs, torch.rand(2, 408, 2, 16), torch.rand(2, 408, 2, 16), torch.tensor([0.1, 0.9])]
+    yield "hybrid_attention", local.HYBRID_IMPLEMENTATIONS, "19×21 and 9 more, radius 5, D=32", hybrid, inputs
     yield "silu_product", glu.IMPLEMENTATIONS, "D=96", glu.silu_product, [torch.randn(2, 50, 192)]
 
 
@@ -159,11 +170,11 @@ def examine() -> Iterator[Finding]:
         for device in devices:
             for impl in implementations:
                 # The slow definitions are checked once; the kernels only where they run without the interpreter.
-                definition = impl in ("recurrent", "quadratic")
-                if (impl == "triton" and device == "cpu") or (definition and device == "cuda"):
+                definition = impl in ("recurrent", "quadratic", "dense")
+                if (impl in ("triton", "flex") and device == "cpu") or (definition and device == "cuda"):
                     continue
                 for dtype, allowed in _ALLOWED.items():
-                    if definition and (dtype != torch.float32 or "learned" not in case):
+                    if definition and (dtype != torch.float32 or ("gates" in case and "learned" not in case)):
                         continue
                     error = _compare(call, inputs, impl, device, dtype)
                     yield Finding(op, impl, device, str(dtype).removeprefix("torch."), case, error, allowed)

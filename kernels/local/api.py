@@ -77,7 +77,9 @@ def local_attention(
         log_weight = log_weight.clamp_min(LEAST_LOG_WEIGHT)
     if impl == "auto":
         fits = q.is_cuda and q.dtype in _FLEX_DTYPES and min(q.shape[-1], v.shape[-1]) >= _FLEX_HEAD_DIM
-        exporting = torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()
+        # PyTorch before 2.7 can not tell exporting from compiling.
+        exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
+        exporting = exporting or torch.onnx.is_in_onnx_export()
         impl = "flex" if fits and not exporting and not covers(grid, radius) else "torch"
     name = dispatch.resolve("local_attention", impl, q.device, IMPLEMENTATIONS, q.dtype)
     return IMPLEMENTATIONS[name](q, k, v, grid, radius, start, extra_k, extra_v, log_weight, scale)
