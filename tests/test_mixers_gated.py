@@ -1,6 +1,7 @@
 """Mixers with gates against their recurrences, token by token in float64, with the parameters by hand."""
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -176,3 +177,54 @@ def test_delta_rule_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="expand_k gives a width of 9, which num_heads = 2 does not divide"):
         create_mixer("gdn", 12, 2)
     assert isinstance(create_mixer("gdn", 16, 2).conv, nn.Conv2d)
+
+
+@pytest.mark.parametrize("name", ["gla", "hgrn2", "gdn", "kda", "gdn2"])
+def test_selective_rope_turns_by_running_sums(name):
+    """With the angles summed and the planes turned one by one; the mixer without the option does the rest."""
+    prefix, width = 2, {"gla": 4, "gdn": 6}.get(name, 8)
+    mixer, p = build(name, selective_rope=True)
+    plain = create_mixer(name, 16, 2, dtype=torch.float64).eval()
+    plain.load_state_dict({k: v for k, v in mixer.state_dict().items() if not k.startswith("selective_rope")})
+    x = tokens(17)
+    matrix, values = mixer.attention_map(x, GRID, prefix=prefix), mixer.values(x, GRID, prefix)
+    torch.testing.assert_close((matrix @ values).transpose(1, 2), mixer.attend(x, GRID, prefix))
+    torch.testing.assert_close(values, plain.values(x, GRID, prefix))
+    assert (mixer(x, GRID, prefix) - plain(x, GRID, prefix)).abs().max() > 1e-3
+
+    seen = mixer.features(x, GRID, prefix) if name == "gla" else x
+    heads = seen.view(17, 2, 8)
+    unit = (heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()).flatten(1)
+    steps = unit @ p["selective_rope.proj.0.weight"].T @ p["selective_rope.proj.1.weight"].T
+    image = F.conv2d(
+        steps[prefix:].T.unflatten(1, GRID)[None], p["selective_rope.conv.weight"], padding=1, groups=width
+    )
+    steps = torch.cat((steps[:prefix], image[0].flatten(1).T)).view(17, 2, width // 2)
+    angles = torch.zeros(17, 2, width // 2, dtype=x.dtype)
+    for t in range(17):
+        for c in range(width // 2):
+            angles[t, :, c] = steps[: t + 1, :, c].sum(0) * 500000 ** (-2 * c / width)
+    torch.testing.assert_close(mixer.selective_rope(seen, GRID, prefix)[0], angles)
+
+    def turned(z):
+        first, second = z[..., : width // 2], z[..., width // 2 :]
+        turn = torch.polar(torch.ones_like(angles), angles)
+        z = torch.complex(first, second) * turn
+        return torch.cat((z.real, z.imag), dim=-1)
+
+    inputs = "_scan_inputs" if hasattr(mixer, "_scan_inputs") else "_tokens"
+    with_rope, without = (getattr(m, inputs)(seen if name == "gla" else x, GRID, prefix) for m in (mixer, plain))
+    torch.testing.assert_close(with_rope[0], turned(without[0]))
+    if name == "hgrn2":
+        keys, bare = (torch.stack([key for _, key in z[2]]) for z in (with_rope, without))
+        torch.testing.assert_close(keys, turned(bare))
+    else:
+        torch.testing.assert_close(with_rope[1], turned(without[1]))
+    half = mixer.to(torch.bfloat16)
+    assert half(x.bfloat16(), GRID, prefix).isfinite().all()
+    small = {"img_size": (8, 12), "patch_size": 4, "depth": 1, "mixer_kwargs": {"selective_rope": True}}
+    model, image = timm.create_model("test_vig", mixer=name, **small).eval(), torch.randn(1, 3, 8, 12)
+    torch.testing.assert_close(torch.jit.script(model)(image), model(image))
+    if name == "gla":
+        with pytest.raises(ValueError, match="selective_rope needs heads of an even width, got 3"):
+            create_mixer(name, 12, 2, selective_rope=True)

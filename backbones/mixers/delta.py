@@ -12,6 +12,7 @@ from scanvas.kernels.delta import attention_rows, gated_delta_rule
 from scanvas.kernels.dispatch import outside_autocast
 
 from .base import TokenConv, TokenMixer
+from .selective_rope import SelectiveRope, rotate
 
 
 @outside_autocast
@@ -87,6 +88,7 @@ class DeltaMixer(TokenMixer):
         dim, num_heads, fused_projections: see ``TokenMixer``.
         expand_k, expand_v: width of the keys and of the values as a multiple of ``dim``.
         bidirectional: scan from both sides; else only from the first token.
+        selective_rope: rotate queries and keys by angles the tokens choose, see ``SelectiveRope``.
         norm_eps: of the output norm.
         proj_drop: dropout after the output projection.
         impl: implementation of the scan, see ``gated_delta_rule``.
@@ -106,6 +108,7 @@ class DeltaMixer(TokenMixer):
         expand_k: float = 1.0,
         expand_v: float = 1.0,
         bidirectional: bool = True,
+        selective_rope: bool = False,
         norm_eps: float = 1e-6,
         proj_drop: float = 0.0,
         impl: str = "auto",
@@ -123,6 +126,8 @@ class DeltaMixer(TokenMixer):
         self.make_projections(key_dim, value_dim, bias=False, proj_drop=proj_drop, **factory)
         self.conv = TokenConv(2 * key_dim + value_dim, 3, bias=False, **factory)
         self.out_norm = nn.RMSNorm(value_dim // num_heads, eps=norm_eps, **factory)
+        width = key_dim // num_heads
+        self.selective_rope = SelectiveRope(dim, num_heads, width, **factory) if selective_rope else None
 
     @abstractmethod
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -139,7 +144,11 @@ class DeltaMixer(TokenMixer):
         joined = F.silu(self.convolve(self.conv, joined, grid, prefix))
         parts = joined.split((self.key_dim, self.key_dim, self.value_dim), dim=-1)
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
-        return _unit(q), _unit(k), self.write(x, v)
+        q, k = _unit(q), _unit(k)
+        if self.selective_rope is not None:
+            angles = self.selective_rope(x, grid, prefix)
+            q, k = rotate(q, angles), rotate(k, angles)
+        return q, k, self.write(x, v)
 
     def attend(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         q, k, v = self._tokens(x, grid, prefix)

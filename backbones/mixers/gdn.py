@@ -17,7 +17,8 @@ class GatedDeltaNet(DeltaMixer):
     dimensions come in; the paper's layer is causal. There is no normaliser: entries of the map may be negative.
 
     Args:
-        dim, num_heads, fused_projections, bidirectional, norm_eps, proj_drop, impl: see ``DeltaMixer``.
+        dim, num_heads, fused_projections, bidirectional, selective_rope, norm_eps, proj_drop, impl: see
+            ``DeltaMixer``.
         expand_k, expand_v: width of the keys and of the values as a multiple of ``dim``; 0.75 and twice that as
             released, which gives 6·dim² parameters.
         negative_eigenvalues: ``β = 2 σ(W_b x)``, so that the state may be reflected (arXiv:2411.12537).

@@ -19,8 +19,8 @@ class GatedDeltaNet2(KimiDeltaAttention):
     is one attention map of the values ``w ⊙ v``.
 
     Args:
-        dim, num_heads, fused_projections, expand_k, expand_v, bidirectional, norm_eps, proj_drop, impl: see
-            ``DeltaMixer``.
+        dim, num_heads, fused_projections, expand_k, expand_v, bidirectional, selective_rope, norm_eps,
+            proj_drop, impl: see ``DeltaMixer``.
     """
 
     paper: ClassVar[str] = "https://github.com/NVlabs/GatedDeltaNet-2"

@@ -11,6 +11,7 @@ from scanvas.kernels.gated import attention_rows, gated_linear_attention_from_lo
 from scanvas.kernels.gated.reference import log_decay_from_logits
 
 from .base import TokenConv, TokenMixer
+from .selective_rope import SelectiveRope, rotate
 
 
 class NormWeight(nn.RMSNorm):
@@ -46,6 +47,7 @@ class GatedLinearAttention(TokenMixer):
         gate_rank: inner width of the low-rank projection of the gates.
         gate_normalizer: the 16 in the decay.
         rope: rotate queries and keys by 2-D position.
+        selective_rope: rotate them by angles the tokens choose, see ``SelectiveRope``.
         norm_eps: of the output norms.
         proj_drop: dropout after the output projection.
         impl: implementation of the scan, see ``gated_linear_attention``.
@@ -70,6 +72,7 @@ class GatedLinearAttention(TokenMixer):
         gate_rank: int = 16,
         gate_normalizer: float = 16.0,
         rope: bool = False,
+        selective_rope: bool = False,
         norm_eps: float = 1e-6,
         proj_drop: float = 0.0,
         impl: str = "auto",
@@ -108,6 +111,8 @@ class GatedLinearAttention(TokenMixer):
         norm = NormWeight if output == "mix" else nn.RMSNorm
         self.out_norm = norm(value_dim // num_heads, eps=norm_eps, **factory)
         self.local_norm = norm(dim // num_heads, eps=norm_eps, **factory) if output == "mix" else None
+        width = key_dim // num_heads
+        self.selective_rope = SelectiveRope(dim, num_heads, width, **factory) if selective_rope else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -118,6 +123,8 @@ class GatedLinearAttention(TokenMixer):
                 nn.init.xavier_uniform_(module.weight, gain=2**-2.5)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        if self.selective_rope is not None:
+            self.selective_rope.reset_parameters()
 
     def features(self, x: Tensor, grid: tuple[int, int], prefix: int) -> Tensor:
         """The local features ℓ, or ``x`` itself."""
@@ -127,6 +134,9 @@ class GatedLinearAttention(TokenMixer):
         q, k, v = self.qkv(features)
         if self.rope:
             q, k = apply_rope(q, grid, prefix), apply_rope(k, grid, prefix)
+        if self.selective_rope is not None:
+            angles = self.selective_rope(features, grid, prefix)
+            q, k = rotate(q, angles), rotate(k, angles)
         logits = self.decay_proj(features).unflatten(-1, (-1, self.num_heads, q.shape[-1]))
         return q, k, v, logits[:, :, 0], logits[:, :, 1] if self.bidirectional else None
 

@@ -10,6 +10,7 @@ from scanvas.kernels.dispatch import outside_autocast
 from scanvas.kernels.gated import attention_rows, gated_linear_attention
 
 from .base import TokenMixer
+from .selective_rope import SelectiveRope, rotate
 
 
 @outside_autocast
@@ -32,6 +33,7 @@ class HGRN2Attention(TokenMixer):
         dim, num_heads, fused_projections: see ``TokenMixer``.
         lower_bound: b, at least 0 and less than 1. In HGRN2's language models it grows from 0 in the first layer.
         bidirectional: scan from both sides; else only from the first token.
+        selective_rope: rotate queries and keys by angles the tokens choose, see ``SelectiveRope``.
         norm_eps: of the output norm.
         proj_drop: dropout after the output projection.
         impl: implementation of the scan, see ``gated_linear_attention``.
@@ -51,6 +53,7 @@ class HGRN2Attention(TokenMixer):
         fused_projections: bool = False,
         lower_bound: float = 0.0,
         bidirectional: bool = True,
+        selective_rope: bool = False,
         norm_eps: float = 1e-6,
         proj_drop: float = 0.0,
         impl: str = "auto",
@@ -65,18 +68,26 @@ class HGRN2Attention(TokenMixer):
         self.make_projections(dim, dim, bias=False, proj_drop=proj_drop, **factory)
         self.reverse_gate_proj = nn.Linear(dim, dim, bias=False, **factory) if bidirectional else None
         self.out_norm = nn.RMSNorm(dim, eps=norm_eps, **factory)
+        width = dim // num_heads
+        self.selective_rope = SelectiveRope(dim, num_heads, width, **factory) if selective_rope else None
 
-    def _scan_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    def _scan_inputs(
+        self, x: Tensor, grid: tuple[int, int], prefix: int
+    ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         """Queries, values, and log decays and keys of each direction."""
         q, gate, v = self.qkv(x)
         gates = [forget_gate(gate, self.lower_bound)]
         if self.reverse_gate_proj is not None:
             reverse = self.reverse_gate_proj(x).unflatten(-1, (self.num_heads, -1))
             gates.append(forget_gate(reverse, self.lower_bound))
-        return F.silu(q), v, [(log_decay, key.to(v.dtype)) for log_decay, key in gates]
+        q, gates = F.silu(q), [(log_decay, key.to(v.dtype)) for log_decay, key in gates]
+        if self.selective_rope is not None:
+            angles = self.selective_rope(x, grid, prefix)
+            q, gates = rotate(q, angles), [(log_decay, rotate(key, angles)) for log_decay, key in gates]
+        return q, v, gates
 
     def attend(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
-        q, v, gates = self._scan_inputs(x)
+        q, v, gates = self._scan_inputs(x, grid, prefix)
         (log_decay, k), *reverse = gates
         if not reverse:
             return gated_linear_attention(q, k, v, log_decay, scale=1.0, impl=self.impl)
@@ -98,7 +109,7 @@ class HGRN2Attention(TokenMixer):
     def attention_map_parts(
         self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0
     ) -> dict[str, Tensor]:
-        q, _, gates = self._scan_inputs(x)
+        q, _, gates = self._scan_inputs(x, grid, prefix)
         names = ("forward", "backward")[: len(gates)]
         return {
             name: attention_rows(q, k, log_decay, rows, reverse=name == "backward", scale=1 / len(gates))
@@ -106,4 +117,4 @@ class HGRN2Attention(TokenMixer):
         }
 
     def log_decays(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, ...]:
-        return tuple(log_decay for log_decay, _ in self._scan_inputs(x)[2])
+        return tuple(log_decay for log_decay, _ in self._scan_inputs(x, grid, prefix)[2])

@@ -17,8 +17,8 @@ class KimiDeltaAttention(DeltaMixer):
     released layer has heads of 128 channels. There is no normaliser: entries of the map may be negative.
 
     Args:
-        dim, num_heads, fused_projections, expand_k, expand_v, bidirectional, norm_eps, proj_drop, impl: see
-            ``DeltaMixer``.
+        dim, num_heads, fused_projections, expand_k, expand_v, bidirectional, selective_rope, norm_eps,
+            proj_drop, impl: see ``DeltaMixer``.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2510.26692"
