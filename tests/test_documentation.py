@@ -35,6 +35,7 @@ def test_commands_exist(page):
     from scanvas.train.cli import COMMANDS
 
     text = page.read_text(encoding="utf-8")
-    used = set(re.findall(r"(?:^|`)scanvas ([a-z-]+(?: (?:classify|denoise|distill|ops|models))?)", text, flags=re.M))
+    kinds = "classify|denoisers|denoise|distill|ops|models|linearize"
+    used = set(re.findall(rf"(?:^|`)scanvas ([a-z-]+(?: (?:{kinds})\b)?)", text, flags=re.M))
     known = set(COMMANDS) | {name.split()[0] for name in COMMANDS}
     assert not used - known
