@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from .block import Block, init_linears, swiglu_hidden
 from .convert import convert_vig_checkpoint
 from .mixers import layer_options
+from .norm import block_norm
 
 __all__ = ["Vig"]
 
@@ -115,6 +116,7 @@ class Vig(nn.Module):
         mixer, mixer_kwargs: see ``scanvas.create_mixer``.
         class_token: put a learned token before the image's.
         rope: 2-D rotary positions in the mixer, beside the learned ones.
+        norm: ``"rms"``, or ``"prepbn"``, which training turns from LayerNorm into BatchNorm; see ``PRepBN``.
         dynamic_img_size: take any size and resample the position embeddings; else refuse another one.
         drop_rate: dropout before the classifier.
         pos_drop_rate: dropout after the position embeddings.
@@ -137,6 +139,7 @@ class Vig(nn.Module):
         mixer_kwargs: dict[str, Any] | None = None,
         class_token: bool = False,
         rope: bool = False,
+        norm: str = "rms",
         dynamic_img_size: bool = True,
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
@@ -165,7 +168,7 @@ class Vig(nn.Module):
         mixer_kwargs = {"fused_projections": True, "proj_drop": proj_drop_rate, **(mixer_kwargs or {})}
         if rope:
             mixer_kwargs["rope"] = True
-        norm_layer = partial(nn.RMSNorm, eps=1e-6)
+        norm_layer = block_norm(norm, partial(nn.RMSNorm, eps=1e-6))
         self.blocks = nn.ModuleList(
             Block(
                 embed_dim,

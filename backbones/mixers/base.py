@@ -78,6 +78,9 @@ class TokenMixer(nn.Module, ABC):
     """There is an attention map; otherwise ``attention_map`` raises NotImplementedError and says why."""
     in_turn: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     """Keywords which the layers of a model get in turn, for a mixer whose layers alternate."""
+    reads_by_projections: ClassVar[bool] = False
+    """The input goes into the projections of queries, keys and values and nowhere else, so that a norm before the
+    mixer which is a factor and a summand per channel can be merged into them."""
     paper: ClassVar[str] = ""
 
     def __init__(self, dim: int, num_heads: int, *, fused_projections: bool = False):

@@ -53,6 +53,7 @@ class HedgehogAttention(TokenMixer):
     """
 
     row_stochastic: ClassVar[bool] = True
+    reads_by_projections: ClassVar[bool] = True
     paper: ClassVar[str] = "https://arxiv.org/abs/2402.04347"
 
     def __init__(

@@ -65,6 +65,7 @@ class L2Attention(TokenMixer):
     """
 
     in_turn: ClassVar[tuple[dict, ...]] = ({"window": 7}, {"window": 0})
+    reads_by_projections: ClassVar[bool] = True
     paper: ClassVar[str] = "https://arxiv.org/abs/2501.16182"
 
     def __init__(

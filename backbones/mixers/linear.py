@@ -25,6 +25,7 @@ class LinearAttention(TokenMixer):
     """
 
     row_stochastic: ClassVar[bool] = True
+    reads_by_projections: ClassVar[bool] = True
     paper: ClassVar[str] = "https://arxiv.org/abs/2501.12976"
 
     def __init__(

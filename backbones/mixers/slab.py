@@ -17,7 +17,8 @@ class SlabAttention(TokenMixer):
 
     The simplified linear attention of SLAB (arXiv:2405.11582, section 3.3). Positions are at first zero, learned on
     ``pos_grid`` and interpolated for any other grid. Released models use it in the first two stages, a softmax in the
-    others. The convolution runs over the image's tokens only. SLAB's norm of blocks is ``PRepBN``.
+    others. The convolution runs over the image's tokens only. SLAB's norm of blocks is ``PRepBN``, ``norm="prepbn"``
+    of ViG.
 
     Args:
         dim, num_heads, fused_projections: see ``TokenMixer``.
@@ -33,6 +34,7 @@ class SlabAttention(TokenMixer):
 
     row_stochastic: ClassVar[bool] = True
     fixed_grid: ClassVar[bool] = True
+    reads_by_projections: ClassVar[bool] = True
     paper: ClassVar[str] = "https://arxiv.org/abs/2405.11582"
 
     def __init__(

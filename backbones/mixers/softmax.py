@@ -25,6 +25,7 @@ class SoftmaxAttention(TokenMixer):
     """
 
     row_stochastic: ClassVar[bool] = True
+    reads_by_projections: ClassVar[bool] = True
     paper: ClassVar[str] = "https://arxiv.org/abs/1706.03762"
 
     def __init__(

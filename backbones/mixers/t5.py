@@ -115,6 +115,7 @@ class TTTAttention(TokenMixer):
     """
 
     has_map: ClassVar[bool] = False
+    reads_by_projections: ClassVar[bool] = True
     paper: ClassVar[str] = "https://arxiv.org/abs/2605.02772"
 
     def __init__(
