@@ -27,6 +27,11 @@ CASES = [
     ("inline", {"local": False}),
     ("mala", {"rope": False, "gated": False, "kernel_size": 0}),
     ("mlla", {"rope": False, "gated": False, "local": False}),
+    ("retention", {"gate": True, "rope": True, "kernel_size": 0}),
+    ("sana", {"qk_norm": True}),
+    ("hgrn2", {"bidirectional": False, "lower_bound": 0.3}),
+    ("gdn", {"bidirectional": False, "negative_eigenvalues": True, "expand_k": 1.0, "selective_rope": True}),
+    ("lina", {"rope": True, "gate_grid": None}),
 ]
 GRIDS = [(5, 7), (1, 9), (8, 3)]
 
