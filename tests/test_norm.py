@@ -43,7 +43,7 @@ def test_norms_fold_away_exactly(mixer, merged, fused):
         model(x).square().sum().backward()
     model.eval()
     expected = model(x)
-    if not fused:
+    if not fused and mixer == "slab":
         torch.testing.assert_close(torch.jit.script(model)(x), expected)
     assert fold_norms(model) is model
     torch.testing.assert_close(model(x), expected, atol=1e-10, rtol=1e-10)
