@@ -19,13 +19,13 @@ import torch
 
 def times(calls: dict[Any, Callable[[], Any]], device: torch.device, *, rounds: int = 5) -> dict[Any, float]:
     """Seconds of each call: the least over rounds in which every call has its turn. What else the machine does can only
-    add to a time, and the turns spread it over all calls. One round before is not counted."""
+    add to a time, and the turns spread it over all calls. In its turn a call runs once before it is timed: after
+    another one it would wait for the system to give it memory again, as it does not where it is repeated."""
     seconds: dict[Any, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
+    for _ in range(rounds):
         for name, call in calls.items():
-            taken = _time(call, device)
-            if turn:
-                seconds[name].append(taken)
+            call()
+            seconds[name].append(_time(call, device))
     return {name: min(values) for name, values in seconds.items()}
 
 
