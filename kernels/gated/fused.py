@@ -15,11 +15,8 @@ import triton.language as tl
 from .blocks import (
     RANGE,
     column_sums,
-    halves,
     hidden_zero,
     in_order,
-    level_factors,
-    level_mask,
     load_state,
     load_tile,
     log_decay,
@@ -28,18 +25,16 @@ from .blocks import (
     mm_add,
     store_state,
     store_tile,
-    sums,
 )
+from .chunks import close_factors, far_factors, far_scores
 
 
 @triton.jit
 def close_chunk(q, k, v, g, total, state, zero, L: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
     i = tl.arange(0, L)[:, None] + zero
     j = tl.arange(0, L)[None, :]
-    middle = sums(halves(L), g, PREC)
+    q_g, k_g, _, _ = close_factors(q, k, g, False, L, DT, PREC)
     half = tl.exp2(total * 0.5)
-    q_g = (q.to(tl.float32) * tl.exp2(middle)).to(DT)
-    k_g = (k.to(tl.float32) * tl.exp2(-middle)).to(DT)
     state *= half
     scores = masked(j <= i, mm(q_g, tl.trans(k_g), PREC), DT)
     out = mm_add(scores, v, mm(q_g, tl.trans(state.to(DT)), PREC), PREC)
@@ -50,17 +45,11 @@ def close_chunk(q, k, v, g, total, state, zero, L: tl.constexpr, DT: tl.constexp
 def far_chunk(q, k, v, g, total, state, zero, L: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
     i = tl.arange(0, L)[:, None] + zero
     j = tl.arange(0, L)[None, :]
-    q, k = q.to(tl.float32), k.to(tl.float32)
     scores = tl.where(i == j, mm(q.to(DT), tl.trans(k.to(DT)), PREC), 0.0)
-    size = 1
-    while size < L:
-        of_query, of_key = level_factors(g, size, False, L, PREC)
-        part = mm((q * of_query).to(DT), tl.trans((k * of_key).to(DT)), PREC)
-        scores += tl.where(level_mask(i, j, size, False), part, 0.0)
-        size *= 2
-    of_query, of_key = level_factors(g, L, False, L, PREC)
-    out = mm_add(scores.to(DT), v, mm((q * of_query).to(DT), tl.trans(state.to(DT)), PREC), PREC)
-    return out, mm_add(tl.trans(v), (k * of_key).to(DT), state * tl.exp2(total), PREC)
+    scores = far_scores(scores, q, k, g, False, L, DT, PREC)
+    q_g, k_g, _, _ = far_factors(q, k, g, tl.zeros((q.shape[1],), tl.float32), False, L, DT, PREC)
+    out = mm_add(scores.to(DT), v, mm(q_g, tl.trans(state.to(DT)), PREC), PREC)
+    return out, mm_add(tl.trans(v), k_g, state * tl.exp2(total), PREC)
 
 
 @triton.jit

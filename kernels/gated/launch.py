@@ -110,16 +110,10 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, bidirectional: bool) -> Plan:
     return Plan(L, BK, KP, BV, BV2, walk_BK, bfloat16, tiles, chunks, segments, segment_chunks)
 
 
-def _takes_fused(q: Tensor, k: Tensor, v: Tensor, bidirectional: bool) -> bool:
-    plan = make_plan(q, k, v, bidirectional)
-    return q.shape[0] * q.shape[2] >= FUSED_PROGRAMS and plan.KP == plan.tiles == 1 and plan.BV2 == 0
-
-
-def _split(q: Tensor, k: Tensor, v: Tensor, bidirectional: bool, walks: int) -> int | None:
-    """The dimension of q to be halved so that the stashes of ``walks`` walks stay small, if they are not."""
-    plan = make_plan(q, k, v, bidirectional)
-    B, _, H, _ = q.shape
-    elements = B * H * plan.chunks * v.shape[-1] * plan.WK * (2 if bidirectional else 1) * walks
+def _split(plan: Plan, v: Tensor, walks: int) -> int | None:
+    """The dimension to be halved so that the stashes of so many walks stay small, if they are not."""
+    B, _, H, DV = v.shape
+    elements = B * H * plan.chunks * DV * plan.WK * walks
     if elements * plan.stash_dtype.itemsize <= WORKSPACE:
         return None
     return 0 if B > 1 else 2 if H > 1 else None
@@ -246,19 +240,19 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output ``(B, N, H, Dv)`` and, if wanted, the final states ``(B, H, Dk, Dv)`` in float32."""
     bidirectional = reverse_gate is not None
-    fused = _takes_fused(q, k, v, bidirectional)
-    if not fused and (dim := _split(q, k, v, bidirectional, walks=1)) is not None:
-        arguments = (q, k, v, gate, reverse_gate, initial_state, reverse_initial_state)
-        return _in_halves(forward, dim, arguments, range(5, 7), scale, normalizer, return_states)
     B, N, H, DK = q.shape
     DV = v.shape[-1]
+    plan = make_plan(q, k, v, bidirectional)
+    fused = B * H >= FUSED_PROGRAMS and plan.KP == plan.tiles == 1 and plan.BV2 == 0
+    if not fused and (dim := _split(plan, v, walks=1 + bidirectional)) is not None:
+        arguments = (q, k, v, gate, reverse_gate, initial_state, reverse_initial_state)
+        return _in_halves(forward, dim, arguments, range(5, 7), scale, normalizer, return_states)
     q, k, v, gates = _rows(q), _rows(k), _rows(v), _gates(gate, reverse_gate)
     scale = scale / 2 if bidirectional else scale
     out = torch.empty(B, N, H, DV, dtype=v.dtype, device=q.device)
     initials = (initial_state, reverse_initial_state)[: 1 + bidirectional]
     common = {"BIDIRECTIONAL": bidirectional, "NORMALIZER": normalizer, "DK": DK, "DV": DV}
     with torch.cuda.device_of(q):
-        plan = make_plan(q, k, v, bidirectional)
         tensors = (*_arguments(q), *_arguments(k), *_arguments(v), *_arguments(gates[0]), *_arguments(gates[-1]), out)
         if fused:
             lowest = torch.empty(B * H, dtype=torch.float32, device=q.device)
@@ -300,7 +294,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of ``q, k, v, gate, reverse_gate, initial_state, reverse_initial_state`` in their dtypes."""
     bidirectional = reverse_gate is not None
-    if (dim := _split(q, k, v, bidirectional, walks=2)) is not None:
+    plan = make_plan(q, k, v, bidirectional)
+    if (dim := _split(plan, v, walks=2 * (1 + bidirectional))) is not None:
         arguments = (q, k, v, gate, reverse_gate, d_out, initial_state, reverse_initial_state, d_final, d_reverse_final)
         return _in_halves(backward, dim, arguments, range(6, 10), scale, normalizer)
     scale = scale / 2 if bidirectional else scale
@@ -309,8 +304,6 @@ def backward(
     inputs = (q, k, v, gate, reverse_gate)
     q, k, v, d_out, gates = _rows(q), _rows(k), _rows(v), _rows(d_out), _gates(gate, reverse_gate)
     with torch.cuda.device_of(q):
-        plan = make_plan(q, k, v, bidirectional)
-
         # Over several tiles of v the gradients of q, k and the gates are sums over the tiles.
         def narrow(like: Tensor) -> Tensor:
             dtype = like.dtype if plan.tiles == 1 else torch.float32
