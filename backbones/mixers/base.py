@@ -102,6 +102,13 @@ class TokenMixer(nn.Module, ABC):
             self.to_v = nn.Linear(self.dim, value_dim, bias=bias, **factory)
         self.to_out = nn.Sequential(nn.Linear(value_dim, self.dim, bias=bias, **factory), nn.Dropout(proj_drop))
 
+    @staticmethod
+    def local_conv(channels: int, kernel_size: int, **factory) -> TokenConv | None:
+        """A depthwise convolution for a local branch, or ``None`` for a ``kernel_size`` of 0; refuses even sizes."""
+        if kernel_size and (kernel_size < 0 or kernel_size % 2 == 0):
+            raise ValueError(f"kernel_size must be odd, or 0 for no convolution; got {kernel_size}")
+        return TokenConv(channels, kernel_size, **factory) if kernel_size else None
+
     def check_rope(self, key_dim: int) -> None:
         """Refuse heads that 2-D RoPE can not rotate."""
         width = key_dim // self.num_heads

@@ -7,7 +7,7 @@ from torch import Tensor
 from scanvas.kernels.dispatch import outside_autocast
 from scanvas.kernels.linear import attention_matrix, linear_attention
 
-from .base import TokenConv, TokenMixer
+from .base import TokenMixer
 
 
 def full(x: Tensor) -> Tensor:
@@ -57,13 +57,11 @@ class KernelMixer(TokenMixer):
 
     def __init__(self, dim: int, num_heads: int, *, fused_projections: bool = False):
         super().__init__(dim, num_heads, fused_projections=fused_projections)
-        self.conv = None
+        self.conv = self.gate_proj = None
 
     def make_conv(self, kernel_size: int, channels: int, **factory) -> None:
         """The depthwise convolution of the values, ``conv``; ``None`` for a ``kernel_size`` of 0."""
-        if kernel_size and (kernel_size < 0 or kernel_size % 2 == 0):
-            raise ValueError(f"kernel_size must be odd, or 0 for no convolution; got {kernel_size}")
-        self.conv = TokenConv(channels, kernel_size, **factory) if kernel_size else None
+        self.conv = self.local_conv(channels, kernel_size, **factory)
 
     def heads(self, x: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each ``(B, N, heads, D)``."""
@@ -88,8 +86,9 @@ class KernelMixer(TokenMixer):
         return F.pad(self.conv(v.flatten(2)[:, prefix:], grid), (0, 0, prefix, 0))
 
     def gate(self, x: Tensor) -> Tensor | None:
-        """What the sum of both branches is multiplied with before the output projection, ``(B, N, C)``."""
-        return None
+        """What the sum of both branches is multiplied with before the output projection, ``(B, N, C)``: ``gate_proj``
+        of the input, if the mixer has it."""
+        return None if self.gate_proj is None else self.gate_proj(x)
 
     def output(self, x: Tensor, out: Tensor) -> Tensor:
         """The gate and the output projection."""

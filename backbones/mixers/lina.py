@@ -10,7 +10,7 @@ from scanvas.backbones.rope import apply_rope
 from scanvas.kernels.dispatch import outside_autocast
 from scanvas.kernels.linear import attention_matrix, linear_attention
 
-from .base import TokenConv, TokenMixer
+from .base import TokenMixer
 from .places import PlaceParameter
 
 
@@ -55,8 +55,6 @@ class LinaAttention(TokenMixer):
         dtype=None,
     ):
         super().__init__(dim, num_heads, fused_projections=fused_projections)
-        if kernel_size and (kernel_size < 0 or kernel_size % 2 == 0):
-            raise ValueError(f"kernel_size must be odd, or 0 for no convolution; got {kernel_size}")
         if rope:
             self.check_rope(dim)
         factory = {"device": device, "dtype": dtype}
@@ -64,7 +62,7 @@ class LinaAttention(TokenMixer):
         self.make_projections(dim, dim, bias=qkv_bias, proj_drop=proj_drop, **factory)
         self.k_gate = PlaceParameter(num_heads, gate_grid, 1.0, **factory) if gate_grid else None
         self.v_gate = PlaceParameter(num_heads, gate_grid, 1.0, **factory) if gate_grid else None
-        self.conv = TokenConv(dim, kernel_size, **factory) if kernel_size else None
+        self.conv = self.local_conv(dim, kernel_size, **factory)
 
     def _inputs(self, x: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, Tensor, Tensor]:
         """Features of queries and of keys, and values, gated."""

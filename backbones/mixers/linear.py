@@ -7,7 +7,7 @@ from torch import Tensor
 
 from scanvas.kernels.linear import attention_matrix, linear_attention
 
-from .base import TokenConv, TokenMixer
+from .base import TokenMixer
 
 
 class LinearAttention(TokenMixer):
@@ -42,12 +42,10 @@ class LinearAttention(TokenMixer):
         dtype=None,
     ):
         super().__init__(dim, num_heads, fused_projections=fused_projections)
-        if kernel_size and (kernel_size < 0 or kernel_size % 2 == 0):
-            raise ValueError(f"kernel_size must be odd, or 0 for no convolution; got {kernel_size}")
         factory = {"device": device, "dtype": dtype}
         self.eps = eps
         self.make_projections(dim, dim, bias=qkv_bias, proj_drop=proj_drop, **factory)
-        self.conv = TokenConv(dim, kernel_size, **factory) if kernel_size else None
+        self.conv = self.local_conv(dim, kernel_size, **factory)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return linear_attention(F.relu(q), F.relu(k), v, eps=self.eps)

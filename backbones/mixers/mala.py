@@ -66,6 +66,3 @@ class MALAAttention(AffineMixer):
         if self.rope:
             q, k = (apply_rope(z, grid, prefix, endpoint=True) for z in (q, k))
         return q, k, *coefficients
-
-    def gate(self, x: Tensor) -> Tensor | None:
-        return None if self.gate_proj is None else self.gate_proj(x)

@@ -71,6 +71,3 @@ class RALAAttention(KernelMixer):
         if not self.rope:
             return q, k, q, k
         return *(apply_rope(z, grid, prefix, endpoint=True) for z in (q, k)), q, k
-
-    def gate(self, x: Tensor) -> Tensor | None:
-        return None if self.gate_proj is None else self.gate_proj(x)

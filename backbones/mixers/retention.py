@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from scanvas.backbones.rope import apply_rope
 from scanvas.kernels.dispatch import outside_autocast
 
-from .base import TokenConv, TokenMixer
+from .base import TokenMixer
 
 
 def _log_decay(heads: int, initial: float, spread: float, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -81,15 +81,13 @@ class RetentionAttention(TokenMixer):
         super().__init__(dim, num_heads, fused_projections=fused_projections)
         if not initial > 0 or spread < 0:
             raise ValueError(f"initial must be positive and spread not negative, got {initial} and {spread}")
-        if kernel_size and (kernel_size < 0 or kernel_size % 2 == 0):
-            raise ValueError(f"kernel_size must be odd, or 0 for no convolution; got {kernel_size}")
         if rope:
             self.check_rope(dim)
         factory = {"device": device, "dtype": dtype}
         self.initial, self.spread, self.rope = initial, spread, rope
         self.make_projections(dim, dim, bias=qkv_bias, proj_drop=proj_drop, **factory)
         self.gate_proj = nn.Linear(dim, dim, **factory) if gate else None
-        self.conv = TokenConv(dim, kernel_size, **factory) if kernel_size else None
+        self.conv = self.local_conv(dim, kernel_size, **factory)
 
     def _weights(
         self, q: Tensor, k: Tensor, grid: tuple[int, int], prefix: int

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from scanvas.kernels.linear import attention_matrix, linear_attention
 
-from .base import TokenConv, TokenMixer
+from .base import TokenMixer
 from .places import PlaceParameter
 
 
@@ -52,13 +52,11 @@ class SlabAttention(TokenMixer):
         dtype=None,
     ):
         super().__init__(dim, num_heads, fused_projections=fused_projections)
-        if kernel_size and (kernel_size < 0 or kernel_size % 2 == 0):
-            raise ValueError(f"kernel_size must be odd, or 0 for no convolution; got {kernel_size}")
         factory = {"device": device, "dtype": dtype}
         self.eps = eps
         self.make_projections(dim, dim, bias=qkv_bias, proj_drop=proj_drop, **factory)
         self.position = PlaceParameter(dim, pos_grid, 0.0, **factory) if pos_grid else None
-        self.conv = TokenConv(dim // num_heads, kernel_size, **factory) if kernel_size else None
+        self.conv = self.local_conv(dim // num_heads, kernel_size, **factory)
 
     def _inputs(self, x: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, Tensor, Tensor]:
         """Features of queries and of keys, and values."""
