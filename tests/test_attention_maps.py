@@ -168,7 +168,7 @@ def test_statistics_of_maps_that_are_known():
     place = torch.cartesian_prod(torch.arange(6.0), torch.arange(10.0))
     torch.testing.assert_close(row["entropy"], torch.ones(2))
     torch.testing.assert_close(row["distance"], torch.cdist(place, place).mean().expand(2))
-    assert row["decay_length"] is row["local_share"] is row["negative_share"] is None
+    assert all(row[key] is None for key in ("decay_length", "local_share", "forward_share", "negative_share"))
 
     model = vig(depth=1)
     decay = model.blocks[0].mixer.decay_proj
@@ -182,11 +182,18 @@ def test_statistics_of_maps_that_are_known():
     row = describe(layer)
     torch.testing.assert_close(row["decay_length"], torch.tensor([20.0, 5.0]))
     assert 0 < row["negative_share"].min() < row["negative_share"].max() < 1
+    parts = layer.branches()
+    norms = {name: part.unflatten(-1, (2, -1)).norm(dim=-1) for name, part in parts.items()}
+    share = (norms["forward"] / (norms["forward"] + norms["backward"])).mean((0, 1))
+    torch.testing.assert_close(row["forward_share"], share)
     with torch.no_grad():
         model.blocks[0].mixer.gate_proj.weight.zero_()
         model.blocks[0].mixer.gate_proj.bias.fill_(30.0)
     assert describe(scanvas.attention_maps(model, PIXELS)[0])["local_share"].max() < 1e-6
     assert "decay (tokens)" in str(scanvas.attention_maps(model, PIXELS))
+    row = describe(scanvas.attention_maps(vig("sla", mixer_kwargs={"block": 8, "keep": 0.3}), PIXELS)[1])
+    assert 0 < row["linear_share"].min() < 1  # which is no convolution's
+    assert row["local_share"] is None
 
 
 def test_effective_receptive_field():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from scanvas.backbones.mixers import create_mixer
+from scanvas.backbones.mixers import MIXERS, create_mixer
 from scanvas.diffusion.linear_attention_modules import rotate_pairs
 from scanvas.diffusion.linear_cores import TARGETS
 from scanvas.kernels.gated import attention_matrix, attention_rows, gated_linear_attention
@@ -46,23 +46,74 @@ def test_half_precision_is_summed_in_float32_and_gradients_flow():
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "cfg"), [("gla", {}), ("gla", {"bidirectional": False, "rope": True, "expand_k": 1.0}), ("linear", {})]
-)
-def test_directions_and_branches_add_up(name, cfg):
+_ONE_WAY = {"bidirectional": False}
+_BRANCHES = [
+    *((name, {}, ("attention", "local")) for name in ("agent", "focused", "inline", "lina", "linear", "mala", "mlla")),
+    *((name, {}, ("attention", "local")) for name in ("rala", "retention", "slab")),
+    *((name, {}, ("forward", "backward")) for name in ("gdn", "gdn2", "hgrn2", "kda")),
+    *((name, {}, ()) for name in ("cosformer", "flow", "hedgehog", "hybrid", "l2", "linfusion", "local", "sana")),
+    *((name, {}, ()) for name in ("softmax", "t5")),
+    ("gla", {}, ("forward", "backward", "local")),
+    ("gla", {"out_act": True, "rope": True, "expand_k": 1.0}, ("forward", "backward", "local")),
+    ("gla", _ONE_WAY, ("attention", "local")),
+    ("gla", {"output": "swish"}, ("forward", "backward")),
+    ("gla", {"output": "swish", **_ONE_WAY}, ()),
+    ("kda", _ONE_WAY, ()),
+    ("hgrn2", _ONE_WAY, ()),
+    ("nala", {}, ("attention", "local", "bias")),
+    ("nala", {"kernel_size": 0}, ()),
+    ("retention", {"gate": True}, ("attention", "local")),
+    ("sla", {"block": 4, "keep": 0.4}, ("attention", "linear")),
+    ("slab", {"kernel_size": 0}, ()),
+]
+
+
+def test_every_mixer_is_asked_for_its_branches():
+    assert {name for name, *_ in _BRANCHES} == set(MIXERS)
+
+
+@pytest.mark.parametrize(("name", "cfg", "names"), _BRANCHES)
+def test_branches_add_up_to_what_the_output_projection_is_given(name, cfg, names):
     torch.manual_seed(0)
-    mixer = create_mixer(name, 24, 2, dtype=torch.float64, **cfg)
+    mixer = create_mixer(name, 16, 2, dtype=torch.float64, **cfg).eval()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    x, grid, prefix = torch.randn(2, 2 + 21, 16, dtype=torch.float64), (3, 7), 2
+    given = []
+    mixer.to_out[0].register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    expected = mixer(x, grid, prefix)
+    parts = mixer.branches(x, grid, prefix=prefix)
+    assert tuple(parts) == names
+    if not names:
+        return
+    torch.testing.assert_close(sum(parts.values()), given[0])
+    torch.testing.assert_close(mixer.to_out(sum(parts.values())), expected)
+    # Each is what its name says. Norms and gates are factors which the directions have in common.
+    if "backward" in parts:
+        maps = mixer.attention_map_parts(x, grid, prefix=prefix)
+        values = mixer.values(x, grid, prefix)
+        alone = {key: (part @ values).transpose(1, 2).flatten(2) for key, part in maps.items()}
+        torch.testing.assert_close(parts["forward"] * alone["backward"], parts["backward"] * alone["forward"])
+    if "local" in parts and "bias" not in parts and name != "inline" and "out_act" not in cfg:
+        # All but those have a local branch that depends on what is near alone.
+        far = x.clone()
+        far[:, -1] += 1.0
+        moved = mixer.branches(far, grid, prefix=prefix)
+        assert torch.equal(moved["local"][:, 2], parts["local"][:, 2])
+        seen = [key for key in names if key in ("attention", "backward")] if cfg != _ONE_WAY else []
+        assert all((moved[key] - parts[key])[:, 2].abs().max() > 1e-9 for key in seen)
+
+
+@pytest.mark.parametrize("cfg", [{}, {**_ONE_WAY, "rope": True, "expand_k": 1.0}])
+def test_directions_add_up(cfg):
+    torch.manual_seed(0)
+    mixer = create_mixer("gla", 24, 2, dtype=torch.float64, **cfg)
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     x, grid = torch.randn(2, 3 + 20, 24, dtype=torch.float64), (4, 5)
-    attended, local = mixer.branches(x, grid, prefix=3)
-    torch.testing.assert_close(mixer.to_out(attended + local), mixer(x, grid, 3))
     parts = mixer.attention_map_parts(x, grid, prefix=3)
-    if name == "linear":
-        assert parts == {}
-        assert mixer.log_decays(x, grid, prefix=3) == ()
-        return
     assert list(parts) == (["forward", "backward"] if cfg.get("bidirectional", True) else ["forward"])
     assert not parts["forward"].triu(1).any()
     assert "backward" not in parts or not parts["backward"].tril(-1).any()

@@ -219,16 +219,6 @@ def test_cosformer_is_its_definition(positions):
     assert w.min() >= 0
 
 
-def test_branches_add_up_to_what_the_output_projection_is_given():
-    x = tokens()
-    for name in ("focused", "agent", "inline", "mlla", "mala", "rala"):
-        mixer = build(name)
-        attended, local = mixer.branches(x, GRID, prefix=PREFIX)
-        torch.testing.assert_close(mixer.to_out(attended + local), mixer(x, GRID, PREFIX))
-    for name in ("nala", "flow", "cosformer"):
-        assert build(name).branches(x, GRID) is None
-
-
 def test_errors_of_options():
     for name, message, cfg in (
         ("focused", "power must be at least 1, got 0.5", {"power": 0.5}),

@@ -89,8 +89,6 @@ def test_retention_is_its_definition(prefix):
     local[prefix:] += convolved(mixer.conv, v.transpose(0, 1).flatten(1)[prefix:])
     expected = mixer.to_out[0](local * mixer.gate_proj(x)[0].sigmoid())
     torch.testing.assert_close(mixer(x, GRID, prefix)[0], expected)
-    parts = mixer.branches(x, GRID, prefix=prefix)
-    torch.testing.assert_close(mixer.to_out(parts[0] + parts[1]), mixer(x, GRID, prefix))
     with pytest.raises(ValueError, match="initial must be positive and spread not negative, got 0 and 4"):
         create_mixer("retention", 16, 2, initial=0)
 
@@ -104,8 +102,6 @@ def test_lina_is_its_definition(prefix):
     out = divided(scores, v * nu[..., None], 1e-6).transpose(0, 1).flatten(1)
     out[prefix:] += convolved(mixer.conv, x[0, prefix:])
     torch.testing.assert_close(mixer(x, GRID, prefix)[0], mixer.to_out[0](out))
-    parts = mixer.branches(x, GRID, prefix=prefix)
-    torch.testing.assert_close(mixer.to_out(parts[0] + parts[1]), mixer(x, GRID, prefix))
 
 
 def test_places_are_interpolated_axis_by_axis():
@@ -133,8 +129,6 @@ def test_slab_is_its_definition():
     assert mixer.conv.weight.shape == (8, 1, 5, 5)
     out[:, 1:] += torch.stack([convolved(mixer.conv, v[head, 1:]) for head in range(2)])  # one kernel for both heads
     torch.testing.assert_close(mixer(x, GRID, 1)[0], finish(mixer, out))
-    parts = mixer.branches(x, GRID, prefix=1)
-    torch.testing.assert_close(mixer.to_out(parts[0] + parts[1]), mixer(x, GRID, 1))
 
 
 @pytest.mark.parametrize("at_a_time", [1024, 3])
@@ -155,8 +149,6 @@ def test_sla_is_its_definition(at_a_time, monkeypatch):
     expected = sparse + linear @ mixer.linear_proj.weight.T + mixer.linear_proj.bias
     torch.testing.assert_close(mixer(x, (3, 6))[0], finish(mixer, expected))
     check_map(mixer, x, (3, 6), 0)
-    parts = mixer.branches(x, (3, 6))
-    torch.testing.assert_close(mixer.to_out(parts[0] + parts[1]), mixer(x, (3, 6)))
 
     fresh, softmax = create_mixer("sla", 16, 2, block=4, keep=1.0), create_mixer("softmax", 16, 2)
     fresh.load_state_dict(softmax.state_dict(), strict=False)  # with all blocks, at first, it is a softmax

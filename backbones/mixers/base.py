@@ -18,6 +18,13 @@ def _convolve_tokens(
     return depthwise_conv2d(x, weight, grid, bias, activation=activation)
 
 
+def rms_factor(x: Tensor, eps: float) -> Tensor:
+    """``(mean x² + eps)^-½`` over the last axis: what an RMSNorm multiplies x with, and so each addend of x; float32,
+    or float64 for float64."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
 class TokenConv(nn.Conv2d):
     """Depthwise k×k convolution with zero padding on image tokens.
 
@@ -218,10 +225,15 @@ class TokenMixer(nn.Module, ABC):
         for each direction of the scan; empty for a mixer without decay."""
         return ()
 
-    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, Tensor] | None:
-        """What the output projection is given, as two addends ``(B, N, value channels)``: that of the attention and
-        that of a local branch (a convolution). ``None`` for a mixer without one."""
-        return None
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
+        """What the output projection is given, as addends ``(B, N, value channels)`` by name; they sum to it exactly.
+
+        ``"attention"``, or ``"forward"`` and ``"backward"`` where a scan runs from both sides; ``"local"`` for a
+        convolution beside it, ``"linear"`` for linear attention beside a sparse one, ``"bias"`` for that of a norm
+        around all. Norms and activations of the sum act on each addend by the factor they have for the sum. Empty for
+        a mixer whose output is of one piece.
+        """
+        return {}
 
     def convolve(
         self, conv: TokenConv, x: Tensor, grid: tuple[int, int], prefix: int, activation: str | None = None

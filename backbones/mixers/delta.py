@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from scanvas.kernels.delta import attention_rows, gated_delta_rule
 from scanvas.kernels.dispatch import outside_autocast
 
-from .base import TokenConv, TokenMixer
+from .base import TokenConv, TokenMixer, rms_factor
 from .selective_rope import SelectiveRope, rotate
 
 
@@ -82,7 +82,7 @@ class DeltaMixer(TokenMixer):
     place of a causal one) and SiLU; queries and keys get length one. Like in ViG (arXiv:2405.18425) they are shared by
     both directions, whose gates are their own, and the two scans are averaged.
 
-    A subclass creates its gates in ``__init__`` and implements ``gates`` and ``project``.
+    A subclass creates its gates in ``__init__`` and implements ``gates`` and ``gate``.
 
     Args:
         dim, num_heads, fused_projections: see ``TokenMixer``.
@@ -150,7 +150,8 @@ class DeltaMixer(TokenMixer):
             q, k = rotate(q, angles), rotate(k, angles)
         return q, k, self.write(x, v)
 
-    def attend(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+    def _scans(self, x: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, ...]:
+        """What each direction gives, ``(B, N, heads, Dv)`` with its factor ½."""
         q, k, v = self._tokens(x, grid, prefix)
         log_decay, erase_gate, write_gate = self.gates(x)
         scans = []
@@ -163,9 +164,28 @@ class DeltaMixer(TokenMixer):
         joined = [torch.cat(parts) for parts in zip(*scans)] if len(scans) > 1 else scans[0]
         out = gated_delta_rule(*joined, scale=q.shape[-1] ** -0.5 / self.directions, impl=self.impl)
         if self.directions == 1:
-            return out
+            return (out,)
         forward, backward = out.chunk(2)
-        return forward + backward.flip(1)
+        return forward, backward.flip(1)
+
+    def attend(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        scans = self._scans(x, grid, prefix)
+        return scans[0] + scans[1] if len(scans) > 1 else scans[0]
+
+    @abstractmethod
+    def gate(self, x: Tensor) -> Tensor:
+        """What the normed scans are multiplied with before the output projection, ``(B, N, value channels)``."""
+
+    def project(self, x: Tensor, attended: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        return self.to_out(self.out_norm(attended).flatten(2).to(x.dtype) * self.gate(x))
+
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
+        scans = self._scans(x, grid, prefix)
+        if len(scans) == 1:
+            return {}
+        factor = self.out_norm.weight * rms_factor(sum(scans), self.out_norm.eps)
+        gate = self.gate(x)
+        return {name: (scan * factor).flatten(2) * gate for name, scan in zip(("forward", "backward"), scans)}
 
     def values(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         return self._tokens(x, grid, prefix)[2].transpose(1, 2)

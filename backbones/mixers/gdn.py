@@ -49,5 +49,5 @@ class GatedDeltaNet(DeltaMixer):
         beta = self.strength * sigmoid(self.beta_proj(x).unflatten(-1, (self.directions, self.num_heads, 1)))
         return self.decay(x), beta, beta
 
-    def project(self, x: Tensor, attended: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
-        return self.to_out(self.out_norm(attended).flatten(2).to(x.dtype) * F.silu(self.gate_proj(x)))
+    def gate(self, x: Tensor) -> Tensor:
+        return F.silu(self.gate_proj(x))

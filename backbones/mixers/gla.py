@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scanvas.backbones.rope import apply_rope
@@ -10,7 +11,7 @@ from scanvas.kernels.gate import gated_mix
 from scanvas.kernels.gated import attention_rows, gated_linear_attention_from_logits
 from scanvas.kernels.gated.reference import log_decay_from_logits
 
-from .base import TokenConv, TokenMixer
+from .base import TokenConv, TokenMixer, rms_factor
 from .selective_rope import SelectiveRope, rotate
 
 
@@ -159,7 +160,7 @@ class GatedLinearAttention(TokenMixer):
                 activation=self.out_act,
             )
         else:
-            out = self.out_norm(attended).flatten(2) * nn.functional.silu(gate)
+            out = self.out_norm(attended).flatten(2) * F.silu(gate)
         return self.to_out(out)
 
     def mix(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
@@ -192,15 +193,26 @@ class GatedLinearAttention(TokenMixer):
         gates = self._scan_inputs(self.features(x, grid, prefix), grid, prefix)[3:]
         return tuple(log_decay_from_logits(gate, self.gate_normalizer) for gate in gates if gate is not None)
 
-    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, Tensor] | None:
-        if self.output != "mix":
-            return None
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
         features = self.features(x, grid, prefix)
-        gate = self.gate_proj(features).sigmoid()
-        attended = self._scan(features, grid, prefix)
+        q, k, v, gate, reverse_gate = self._scan_inputs(features, grid, prefix)
+        options = {"normalizer": self.gate_normalizer, "impl": self.impl}
+        parts = {"attention": gated_linear_attention_from_logits(q, k, v, gate, **options)}
+        if reverse_gate is not None:
+            flipped = (z.flip(1) for z in (q, k, v, reverse_gate))
+            backward = gated_linear_attention_from_logits(*flipped, **options).flip(1)
+            parts = {"forward": parts["attention"] / 2, "backward": backward / 2}
+        weight = self.out_norm() if self.output == "mix" else self.out_norm.weight
+        factor = weight * rms_factor(sum(parts.values()), self.norm_eps)
+        parts = {name: (part * factor).flatten(2) for name, part in parts.items()}
+        out_gate = self.gate_proj(features)
+        if self.output == "swish":
+            return {name: part * F.silu(out_gate) for name, part in parts.items()} if len(parts) > 1 else {}
         local = features.unflatten(-1, (self.num_heads, -1))
-        norms = [
-            nn.functional.rms_norm(y, y.shape[-1:], norm(), self.norm_eps).flatten(2)
-            for y, norm in ((attended, self.out_norm), (local, self.local_norm))
-        ]
-        return gate * norms[0], (1 - gate) * norms[1]
+        local = (local * rms_factor(local, self.norm_eps) * self.local_norm()).flatten(2)
+        out_gate = out_gate.sigmoid()
+        parts = {name: part * out_gate for name, part in parts.items()} | {"local": local * (1 - out_gate)}
+        if self.out_act is None:
+            return parts
+        factor = sum(parts.values()).sigmoid()  # SiLU(y) = σ(y) y
+        return {name: part * factor for name, part in parts.items()}

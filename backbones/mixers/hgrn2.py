@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from scanvas.kernels.dispatch import outside_autocast
 from scanvas.kernels.gated import attention_rows, gated_linear_attention
 
-from .base import TokenMixer
+from .base import TokenMixer, rms_factor
 from .selective_rope import SelectiveRope, rotate
 
 
@@ -86,16 +86,28 @@ class HGRN2Attention(TokenMixer):
             q, gates = rotate(q, angles), [(log_decay, rotate(key, angles)) for log_decay, key in gates]
         return q, v, gates
 
-    def attend(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+    def _scans(self, x: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, ...]:
+        """What each direction gives, ``(B, N, heads, D)`` with its factor ½."""
         q, v, gates = self._scan_inputs(x, grid, prefix)
         (log_decay, k), *reverse = gates
         if not reverse:
-            return gated_linear_attention(q, k, v, log_decay, scale=1.0, impl=self.impl)
+            return (gated_linear_attention(q, k, v, log_decay, scale=1.0, impl=self.impl),)
         # The directions have keys of their own, and run as one batch.
         q, v = (torch.cat((z, z.flip(1))) for z in (q, v))
         log_decay, k = (torch.cat((z, z_r.flip(1))) for z, z_r in zip((log_decay, k), reverse[0]))
         out, out_r = gated_linear_attention(q, k, v, log_decay, scale=0.5, impl=self.impl).chunk(2)
-        return out + out_r.flip(1)
+        return out, out_r.flip(1)
+
+    def attend(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        scans = self._scans(x, grid, prefix)
+        return scans[0] + scans[1] if len(scans) > 1 else scans[0]
+
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
+        scans = [scan.flatten(2) for scan in self._scans(x, grid, prefix)]
+        if len(scans) == 1:
+            return {}
+        factor = self.out_norm.weight * rms_factor(sum(scans), self.out_norm.eps)
+        return {name: scan * factor for name, scan in zip(("forward", "backward"), scans)}
 
     def project(self, x: Tensor, attended: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         return self.to_out(self.out_norm(attended.flatten(2)).to(attended.dtype))

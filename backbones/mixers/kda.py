@@ -41,5 +41,5 @@ class KimiDeltaAttention(DeltaMixer):
         beta = sigmoid(self.beta_proj(x).unflatten(-1, (self.directions, self.num_heads, 1)))
         return self.decay(x), beta, beta
 
-    def project(self, x: Tensor, attended: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
-        return self.to_out(self.out_norm(attended).flatten(2).to(x.dtype) * self.gate_proj(x).sigmoid())
+    def gate(self, x: Tensor) -> Tensor:
+        return self.gate_proj(x).sigmoid()

@@ -118,14 +118,17 @@ class KernelMixer(TokenMixer):
         q, k, _ = self.heads(x, grid, prefix)
         return self.matrix(*self.features(q, k, grid, prefix), rows=rows)
 
-    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, Tensor] | None:
+    def addends(self, x: Tensor, grid: tuple[int, int], prefix: int) -> dict[str, Tensor]:
+        """The ``branches`` before the gate."""
         q, k, v = self.heads(x, grid, prefix)
         local = self.local(x, v, grid, prefix)
         if local is None:
-            return None
-        attended = self.reduce(v, *self.features(q, k, grid, prefix)).flatten(2)
-        gate = self.gate(x)
-        return (attended, local) if gate is None else (attended * gate, local * gate)
+            return {}
+        return {"attention": self.reduce(v, *self.features(q, k, grid, prefix)).flatten(2), "local": local}
+
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
+        parts, gate = self.addends(x, grid, prefix), self.gate(x)
+        return parts if gate is None else {name: part * gate for name, part in parts.items()}
 
 
 class AffineMixer(KernelMixer):

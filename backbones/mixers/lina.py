@@ -95,10 +95,10 @@ class LinaAttention(TokenMixer):
         q, k, _ = self._inputs(x, grid, prefix)
         return attention_matrix(q, k, eps=self.eps, rows=rows)
 
-    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, Tensor] | None:
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
         if self.conv is None:
-            return None
-        return self.attend(x, grid, prefix).flatten(2), self._local(x, grid, prefix)
+            return {}
+        return {"attention": self.attend(x, grid, prefix).flatten(2), "local": self._local(x, grid, prefix)}
 
 
 @outside_autocast

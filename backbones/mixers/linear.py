@@ -74,9 +74,9 @@ class LinearAttention(TokenMixer):
         q, k, _ = self.qkv(x)
         return attention_matrix(F.relu(q), F.relu(k), eps=self.eps, rows=rows)
 
-    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, Tensor] | None:
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
         if self.conv is None:
-            return None
+            return {}
         q, k, v = self.qkv(x)
         image = self.convolve(self.conv, v.flatten(2)[:, prefix:], grid, 0)
-        return self._mix(q, k, v).flatten(2), F.pad(image, (0, 0, prefix, 0))
+        return {"attention": self._mix(q, k, v).flatten(2), "local": F.pad(image, (0, 0, prefix, 0))}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from scanvas.backbones.rope import apply_rope
 from scanvas.kernels.dispatch import outside_autocast
 
+from .base import rms_factor
 from .kernel import KernelMixer, full
 
 
@@ -84,8 +85,17 @@ class NaLaAttention(KernelMixer):
     def _rotate(z: Tensor, grid: tuple[int, int], prefix: int) -> Tensor:
         return torch.cat([apply_rope(half, grid, prefix, endpoint=True) for half in z.chunk(2, dim=-1)], dim=-1)
 
-    def output(self, x: Tensor, out: Tensor) -> Tensor:
-        return self.to_out(self.out_norm(out) * F.silu(self.gate_proj(x)))
+    def gate(self, x: Tensor) -> Tensor:
+        return F.silu(self.gate_proj(x))
 
-    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, Tensor] | None:
-        return None  # the norm is of their sum
+    def output(self, x: Tensor, out: Tensor) -> Tensor:
+        return self.to_out(self.out_norm(out) * self.gate(x))
+
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
+        parts = self.addends(x, grid, prefix)
+        if not parts:
+            return {}
+        centred = {name: part - part.mean(-1, keepdim=True) for name, part in parts.items()}
+        gate = self.gate(x)
+        factor = gate * self.out_norm.weight * rms_factor(sum(centred.values()), self.out_norm.eps)
+        return {name: part * factor for name, part in centred.items()} | {"bias": gate * self.out_norm.bias}

@@ -138,12 +138,13 @@ class RetentionAttention(TokenMixer):
         full = _full_map(line, column, rest, grid, prefix)
         return full if rows is None else full[:, :, rows]
 
-    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, Tensor] | None:
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
         if self.conv is None:
-            return None
+            return {}
         q, k, v = self.qkv(x)
         gate = 1 if self.gate_proj is None else self.gate_proj(x).sigmoid()
-        return gate * self._mix(q, k, v, grid, prefix).flatten(2), gate * self._local(v, grid, prefix)
+        attended = self._mix(q, k, v, grid, prefix).flatten(2)
+        return {"attention": gate * attended, "local": gate * self._local(v, grid, prefix)}
 
 
 @outside_autocast

@@ -138,9 +138,9 @@ class SparseLinearAttention(SoftmaxAttention):
         near = near.scatter(3, chosen, True)[:, :, rows // self.block].repeat_interleave(self.block, dim=3)
         return _masked_map(q[:, rows], k, near[..., : x.shape[1]])
 
-    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, Tensor] | None:
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
         q, k, v = self._qkv(x, grid, prefix)
-        return self._sparse(q, k, v).flatten(2), self._linear(q, k, v).flatten(2)
+        return {"attention": self._sparse(q, k, v).flatten(2), "linear": self._linear(q, k, v).flatten(2)}
 
 
 @outside_autocast

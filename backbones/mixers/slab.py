@@ -94,8 +94,9 @@ class SlabAttention(TokenMixer):
         q, k, _ = self._inputs(x, grid, prefix)
         return attention_matrix(q, k, eps=self.eps, rows=rows)
 
-    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> tuple[Tensor, Tensor] | None:
+    def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
         if self.conv is None:
-            return None
+            return {}
         q, k, v = self._inputs(x, grid, prefix)
-        return linear_attention(q, k, v, eps=self.eps).flatten(2), self._local(v, grid, prefix)
+        attended = linear_attention(q, k, v, eps=self.eps).flatten(2)
+        return {"attention": attended, "local": self._local(v, grid, prefix)}

@@ -18,7 +18,8 @@ MOST_HEADS = 6
 _NOTE = (
     "Yellow: most weight; grey: least; blue: negative. Under a panel: the range of the weights as multiples of their "
     "average size; reach = mean distance of what is looked at, in patches; decay = tokens until a scan has forgotten "
-    "all but 1/e; local = share of a layer's output that a convolution gives, not attention."
+    "all but 1/e. Of a layer's output, local is what a convolution gives, linear what linear attention beside a sparse "
+    "one does; each direction gives its share of the scans."
 )
 
 
@@ -47,7 +48,8 @@ def draw(
     layers = [layer for layer in maps if layer.kind == "self" and layer.grid is not None]
     if not layers:
         raise ValueError("none of the layers looks at the image; word_maps() shows attention to text")
-    panels = [_panels(layer, maps.query_for(layer, query), heads) for layer in layers]
+    told = [statistics.describe(layer) for layer in layers]
+    panels = [_panels(layer, maps.query_for(layer, query), heads, found) for layer, found in zip(layers, told)]
     columns = 1 + max(len(row) for row in panels)
     ratio = maps.picture.height / maps.picture.width
     width = 2.3
@@ -71,7 +73,7 @@ def draw(
         place = maps.query_for(layer, query)
         first = figure.add_subplot(grid[i, 0])
         first.imshow(mark(maps.picture, place, layer.grid))
-        _caption(first, layer.name, f"{layer.grid[0]}×{layer.grid[1]} patches" + _of_layer(layer))
+        _caption(first, layer.name, f"{layer.grid[0]}×{layer.grid[1]} patches" + _of_layer(told[i]))
         for j, (name, values, note) in enumerate(row):
             axes = figure.add_subplot(grid[i, 1 + j])
             axes.imshow(mark(overlay(maps.picture, values, signed=layer.signed), place, layer.grid))
@@ -98,21 +100,25 @@ def _caption(axes, title: str, note: str) -> None:
     axes.set_xlabel(note, fontsize=7, labelpad=2, color="0.3", loc="left")
 
 
-def _of_layer(layer: LayerMap) -> str:
-    share = statistics.local_share(layer)
-    return "" if share is None else f" · local {100 * share.mean():.0f} %"
+def _of_layer(found: dict[str, Any]) -> str:
+    shares = {name: found[f"{name}_share"] for name in ("local", "linear")}
+    return "".join(f" · {name} {100 * x.mean():.0f} %" for name, x in shares.items() if x is not None)
 
 
-def _panels(layer: LayerMap, query: Query, heads: bool) -> list[tuple[str, Tensor, str]]:
-    """``(title, (H, W), note)`` for the panels of a layer; the first sample of a batch."""
-    found = statistics.describe(layer)
+def _panels(layer: LayerMap, query: Query, heads: bool, found: dict[str, Any]) -> list[tuple[str, Tensor, str]]:
+    """``(title, (H, W), note)`` for the panels of a layer that ``describe`` found this of; the first sample of a
+    batch."""
     both = layer.map(query)[0].float().cpu()
     panels = [("mean of heads", both.mean(0), _note(both.mean(0), found, None))]
     if len(layer.directions) > 1:
         names = {"forward": "from the left and above", "backward": "from the right and below"}
         for part in layer.directions:
             values = layer.map(query, part)[0].float().cpu().mean(0)
-            panels.append((names[part], values, _note(values, None, None)))
+            note = _note(values, None, None)
+            if (share := found["forward_share"]) is not None:
+                percent = 100 * (share if part == "forward" else 1 - share).mean()
+                note += f" · {percent:.0f} % of the scans"
+            panels.append((names[part], values, note))
     if heads and layer.heads > 1:
         for head in range(min(layer.heads, MOST_HEADS)):
             more = f" of {layer.heads}" if layer.heads > MOST_HEADS else ""

@@ -159,9 +159,10 @@ class LayerMap(ABC):
         """Log decays ``(B, tokens, heads, Dk)``, one for each direction, in scan order; empty without decay."""
         return ()
 
-    def branches(self) -> tuple[Tensor, Tensor] | None:
-        """Attention and local branch as the output projection gets them, ``(B, tokens, channels)`` each, if any."""
-        return None
+    def branches(self) -> dict[str, Tensor]:
+        """What the output projection gets, as addends ``(B, tokens, channels)`` by name (``TokenMixer.branches``);
+        empty where it is of one piece."""
+        return {}
 
     def attended_gradient(self, gradient: Tensor) -> Tensor:
         """Gradient with respect to ``attended``, ``(B, heads, tokens, Dv)``, from that of what was recorded."""
@@ -277,9 +278,9 @@ class MixerLayer(LayerMap):
         return self.mixer.log_decays(self.x, self.scan_grid, prefix=self.prefix)
 
     @torch.no_grad()
-    def branches(self) -> tuple[Tensor, Tensor] | None:
+    def branches(self) -> dict[str, Tensor]:
         found = self.mixer.branches(self.x, self.scan_grid, prefix=self.prefix)
-        return None if found is None else tuple(part[:, self.place] for part in found)
+        return {name: part[:, self.place] for name, part in found.items()}
 
 
 class CoreLayer(LayerMap):
@@ -322,9 +323,9 @@ class CoreLayer(LayerMap):
         return self.core.log_decays(self.x) if isinstance(self.core, GlaCore) else ()
 
     @torch.no_grad()
-    def branches(self) -> tuple[Tensor, Tensor] | None:
+    def branches(self) -> dict[str, Tensor]:
         if self.core.conv is None:
-            return None
+            return {}
         args = (self.q, self.k, self.v, self.x, self.rotate, self.weight)
         attended = self.core.mix(*args, *self.core.place(self.start, self.image_grid)).flatten(2)
-        return attended, self.core(*args, self.start, self.image_grid) - attended
+        return {"attention": attended, "local": self.core(*args, self.start, self.image_grid) - attended}

@@ -14,7 +14,9 @@ COLUMNS = (
     ("entropy", "entropy"),
     ("distance", "reach (patches)"),
     ("decay_length", "decay (tokens)"),
+    ("forward_share", "forward"),
     ("local_share", "local"),
+    ("linear_share", "linear"),
     ("prefix_share", "prefix"),
     ("negative_share", "negative"),
 )
@@ -42,7 +44,9 @@ def describe(layer: LayerMap, samples: int = 256) -> dict[str, Any]:
         ``entropy``: of a row, over log of the number of keys: 0 for one token, 1 for all alike;
         ``distance``: mean distance of what is looked at, in patches (image keys only);
         ``decay_length``: tokens after which a scan has forgotten all but 1/e, median over channels and directions;
-        ``local_share``: norm of the local branch over the sum of the norms of both branches, per head;
+        ``forward_share``: norm of what the scan from the first token gives over the sum of the norms of both scans;
+        ``local_share``, ``linear_share``: norm of the local branch, or of the linear attention beside a sparse one,
+        over the sum of its norm and that of the attention;
         ``prefix_share``: weight on class, register or text tokens;
         ``negative_share``: weight of negative entries;
         ``None`` where a layer has no such thing.
@@ -69,7 +73,7 @@ def describe(layer: LayerMap, samples: int = 256) -> dict[str, Any]:
     for key, _ in COLUMNS:
         result[key] = sums[key] / len(queries) if key in sums else None
     result["decay_length"] = decay_length(layer)
-    result["local_share"] = local_share(layer)
+    result.update(branch_shares(layer))
     return result
 
 
@@ -88,14 +92,24 @@ def decay_length(layer: LayerMap) -> Tensor | None:
     return None if lengths is None else lengths.transpose(0, 1).flatten(1).median(-1).values
 
 
-def local_share(layer: LayerMap) -> Tensor | None:
-    """How much of what goes into the output projection comes from the layer's local branch: norm of its part over the
-    sum of the norms of both, mean over tokens, ``(heads,)``; ``None`` for a layer without one."""
-    branches = layer.branches()
-    if branches is None:
-        return None
-    attended, local = (b.float().unflatten(-1, (layer.heads, -1)).norm(dim=-1) for b in branches)
-    return (local / (attended + local).clamp(min=1e-30)).mean((0, 1)).cpu()
+def branch_shares(layer: LayerMap) -> dict[str, Tensor | None]:
+    """How much of what goes into the output projection comes from where: ``forward_share``, ``local_share`` and
+    ``linear_share`` of ``describe``, each ``(heads,)``, mean over tokens; ``None`` for what a layer does not have."""
+    parts = layer.branches()
+    scans = [parts.pop(name) for name in ("forward", "backward") if name in parts]
+    result: dict[str, Tensor | None] = dict.fromkeys(("forward_share", "local_share", "linear_share"))
+    if scans:
+        result["forward_share"] = _share(layer, *scans)
+        parts["attention"] = scans[0] + scans[1]
+    for name in ("local", "linear"):
+        if name in parts:
+            result[f"{name}_share"] = _share(layer, parts[name], parts["attention"])
+    return result
+
+
+def _share(layer: LayerMap, part: Tensor, other: Tensor) -> Tensor:
+    a, b = (x.float().unflatten(-1, (layer.heads, -1)).norm(dim=-1) for x in (part, other))
+    return (a / (a + b).clamp(min=1e-30)).mean((0, 1)).cpu()
 
 
 def table(rows: list[dict[str, Any]]) -> str:
