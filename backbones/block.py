@@ -122,3 +122,10 @@ def init_linears(module: nn.Module, std: float, truncated: bool, skip_mixers: bo
                 nn.init.zeros_(child.bias)
         else:
             init_linears(child, std, truncated, skip_mixers)
+
+
+def reset_parts(model: nn.Module) -> None:
+    """Call ``reset_parameters`` of every module inside a model, a mixer's after those of its own parts."""
+    for module in reversed(list(model.modules())[1:]):
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()

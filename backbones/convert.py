@@ -4,8 +4,11 @@ import math
 import re
 
 import torch
+import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed, to_2tuple
 from torch import Tensor, nn
+
+from .mixers.places import PlaceParameter
 
 # The mixer of ViG and ViG-H; DiG's has the same parts under the same names.
 MIXER_RULES = [
@@ -133,7 +136,7 @@ def _fit_positions(state_dict: dict[str, Tensor], model: nn.Module) -> None:
     """
     if "pos_embed" not in state_dict or state_dict["pos_embed"].ndim != 3:
         return
-    count = state_dict["pos_embed"].shape[1]
+    count = state_dict["pos_embed"].shape[1] - model.pos_prefix
     patch = model.patch_embed.patch_size
     sizes = [
         getattr(model, "pretrained_model_args", {}).get("img_size"),
@@ -150,8 +153,38 @@ def _fit_positions(state_dict: dict[str, Tensor], model: nn.Module) -> None:
         )
     if grid != model.grid_size:
         state_dict["pos_embed"] = resample_abs_pos_embed(
-            state_dict["pos_embed"], new_size=model.grid_size, old_size=grid, num_prefix_tokens=0, antialias=False
+            state_dict["pos_embed"],
+            new_size=model.grid_size,
+            old_size=grid,
+            num_prefix_tokens=model.pos_prefix,
+            antialias=False,
         )
+
+
+def _fit_places(state_dict: dict[str, Tensor], model: nn.Module) -> None:
+    """Interpolate what mixers learned for the places of another grid, as they do themselves for other images."""
+    for name, module in model.named_modules():
+        key = f"{name}.weight"
+        if not isinstance(module, PlaceParameter) or key not in state_dict:
+            continue
+        given, wanted = state_dict[key], module.weight.shape
+        if given.ndim == 3 and len(given) == len(wanted) and given.shape != wanted:
+            resized = F.interpolate(given[None].float(), size=tuple(wanted[1:]), mode="bilinear", align_corners=False)
+            state_dict[key] = resized[0].to(given.dtype)
+
+
+def fit_checkpoint(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Tensors under our names, made to fit: positions and places of another grid are resampled, joint projections split
+    or separate ones joined. A classifier of other classes and a first convolution for other channels are left for timm.
+
+    Raises:
+        ValueError: tensors do not fit; the message names them.
+    """
+    _fit_positions(state_dict, model)
+    _fit_places(state_dict, model)
+    _fit_projections(state_dict, model)
+    check_fit(state_dict, model, optional=_left_to_timm(state_dict, model))
+    return state_dict
 
 
 def convert_vig_checkpoint(state_dict: dict, model: nn.Module) -> dict[str, Tensor]:
@@ -163,11 +196,7 @@ def convert_vig_checkpoint(state_dict: dict, model: nn.Module) -> dict[str, Tens
     Raises:
         ValueError: tensors do not fit; the message names them.
     """
-    state_dict = {rename(key, _VIG): value for key, value in unwrap(state_dict).items()}
-    _fit_positions(state_dict, model)
-    _fit_projections(state_dict, model)
-    check_fit(state_dict, model, optional=_left_to_timm(state_dict, model))
-    return state_dict
+    return fit_checkpoint({rename(key, _VIG): value for key, value in unwrap(state_dict).items()}, model)
 
 
 def convert_vig_h_checkpoint(state_dict: dict, model: nn.Module) -> dict[str, Tensor]:
@@ -180,7 +209,4 @@ def convert_vig_h_checkpoint(state_dict: dict, model: nn.Module) -> dict[str, Te
             return f"stages.{int(match[1]) + 1}.downsample.{part}.{match[3]}"
         return rename(key, _VIG_H)
 
-    state_dict = {new_key(key): value for key, value in unwrap(state_dict).items()}
-    _fit_projections(state_dict, model)
-    check_fit(state_dict, model, optional=_left_to_timm(state_dict, model))
-    return state_dict
+    return fit_checkpoint({new_key(key): value for key, value in unwrap(state_dict).items()}, model)

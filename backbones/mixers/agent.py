@@ -34,13 +34,18 @@ class AgentBias(nn.Module):
     ):
         super().__init__()
         self.num_heads = num_heads
+        self.std = std
         channels, factory = num_heads * agents, {"initial": 0.0, "device": device, "dtype": dtype}
         self.area = PlaceParameter(channels, (7, 7), **factory)
         self.rows = PlaceParameter(channels, (grid_size[0], 1), **factory)
         self.columns = PlaceParameter(channels, (1, grid_size[1]), **factory)
         self.prefix = PlaceParameter(channels, (1, 1), **factory) if prefix else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
         for table in self.parameters():
-            nn.init.trunc_normal_(table, std=std)
+            nn.init.trunc_normal_(table, std=self.std)
 
     def forward(self, grid: tuple[int, int], prefix: int) -> Tensor:
         """``(prefix + H·W, heads, agents)``."""

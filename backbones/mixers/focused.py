@@ -35,7 +35,12 @@ class FocusedFeatures(nn.Module):
     def __init__(self, dim: int, power: float = 3.0, device=None, dtype=None):
         super().__init__()
         self.power = power
-        self.scale = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+        self.scale = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.scale)
 
     def forward(self, z: Tensor) -> Tensor:
         """``(B, N, C)`` → the same shape, float32 (float64 for float64 inputs), positive."""
