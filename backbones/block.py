@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from scanvas.kernels.glu import silu_product, silu_product_
 
 from .mixers import TokenConv, create_mixer
+from .norm import add_and_normalise
 
 
 def swiglu_hidden(dim: int, multiple: int) -> int:
@@ -58,14 +59,6 @@ class MixFFN(nn.Module):
         return self.fc2(a * F.silu(b))
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``x·(1 + scale) + shift`` for tokens ``(B, N, C)`` and a condition ``(B, 1 or N, C)``.
-
-    Computed as ``x + (x·scale + shift)``: in bfloat16 the sum ``1 + scale`` would lose a scale below 2⁻⁹.
-    """
-    return x + torch.addcmul(shift, x, scale)
-
-
 class Block(nn.Module):
     """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``, with stochastic depth on both.
 
@@ -103,8 +96,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         """``(B, prefix + H·W, C)`` → the same shape."""
-        x = x + self.drop_path(self.mixer(self.norm1(x), grid, prefix))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        branch = self.drop_path(self.mixer(self.norm1(x), grid, prefix))
+        if torch.jit.is_scripting():
+            x = x + branch
+            y = self.norm2(x)
+        else:
+            x, y = add_and_normalise(self.norm2, x, branch)
+        return x + self.drop_path(self.mlp(y))
 
 
 @torch.no_grad()

@@ -1,11 +1,55 @@
-"""A norm that is a LayerNorm when training begins and a BatchNorm, which costs nothing, when it ends."""
+"""The norms of blocks: RMSNorm and LayerNorm which take the residual sum before them along, and PRepBN, a LayerNorm
+when training begins and a BatchNorm, which costs nothing, when it ends."""
 
 from collections.abc import Callable
 
 import torch
+from timm.layers import register_notrace_function, register_notrace_module
 from torch import Tensor, nn
 
+from scanvas.kernels.norm import add_norm, token_norm
+
 from .mixers import TokenMixer
+
+
+@torch.fx.wrap  # timm's register alone reaches only functions of the file that holds the model
+@register_notrace_function
+@torch.jit.ignore
+def _add_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """One node for tracers: which code runs depends on the device."""
+    return add_norm(x, branch, kind=norm.kind, weight=norm.weight, bias=getattr(norm, "bias", None), eps=norm.eps)
+
+
+@register_notrace_module
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm (arXiv:1910.07467) of tokens ``(B, N, C)``."""
+
+    kind = "rms"
+
+    @torch.jit.ignore
+    def forward(self, x: Tensor) -> Tensor:
+        return token_norm(x, kind="rms", weight=self.weight, eps=self.eps)
+
+
+@register_notrace_module
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm (arXiv:1607.06450) of tokens ``(B, N, C)``."""
+
+    kind = "layer"
+
+    @torch.jit.ignore
+    def forward(self, x: Tensor) -> Tensor:
+        return token_norm(x, kind="layer", weight=self.weight, bias=self.bias, eps=self.eps)
+
+
+def add_and_normalise(norm: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+    """``x + branch`` and its norm, in one pass over memory if the norm can and nothing hooks into its calls."""
+    hooked = norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__
+    if isinstance(norm, RMSNorm | LayerNorm) and not hooked:
+        both = _add_norm(x, branch, norm)
+        return both[0], both[1]
+    x = x + branch
+    return x, norm(x)
 
 
 @torch.jit.ignore

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .block import Block, init_linears, reset_parts, swiglu_hidden
 from .convert import convert_vig_checkpoint
 from .mixers import layer_options
-from .norm import block_norm
+from .norm import RMSNorm, block_norm
 from .plain import PlainBackbone, build_plain, check_divisible, plain_cfg
 
 __all__ = ["Vig"]
@@ -113,7 +113,7 @@ class Vig(PlainBackbone):
         mixer_kwargs = {"fused_projections": True, "proj_drop": proj_drop_rate, **(mixer_kwargs or {})}
         if rope:
             mixer_kwargs["rope"] = True
-        norm_layer = block_norm(norm, partial(nn.RMSNorm, eps=1e-6))
+        norm_layer = block_norm(norm, partial(RMSNorm, eps=1e-6))
         self.blocks = nn.ModuleList(
             Block(
                 embed_dim,

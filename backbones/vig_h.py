@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .block import Block, init_linears, reset_parts, swiglu_hidden
 from .convert import convert_vig_h_checkpoint
 from .mixers import layer_options
+from .norm import LayerNorm
 from .staged import Stage, StagedBackbone, build_staged, staged_cfg
 
 __all__ = ["VigH"]
@@ -77,7 +78,7 @@ class VigH(StagedBackbone):
             LayerNorm2d(embed_dim, eps=1e-5, **factory),
         )
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
-        norm_layer = partial(nn.LayerNorm, eps=1e-5)
+        norm_layer = partial(LayerNorm, eps=1e-5)
         mixer_kwargs = {"fused_projections": True, "proj_drop": proj_drop_rate, **(mixer_kwargs or {})}
         self.stages = nn.Sequential(
             *[

@@ -6,12 +6,13 @@ import torch
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from scanvas.backbones.block import Block, MixFFN, SwiGLU, modulate, swiglu_hidden
+from scanvas.backbones.block import Block, MixFFN, SwiGLU, swiglu_hidden
 from scanvas.backbones.mixers import TokenConv
-from scanvas.backbones.scan import check_order, from_order, to_order
+from scanvas.backbones.scan import check_order, from_order, ordered_grid, to_order
+from scanvas.kernels.norm import gated_add
 
 from .attention import CrossAttention, MixerProcessor
-from .conditioning import AdaLayerNormSingle, AdaLayerNormZero
+from .conditioning import AdaLayerNormSingle, AdaLayerNormZero, AdaptiveLayerNorm
 
 NORMS = {"ada_norm_zero": AdaLayerNormZero, "ada_norm_single": AdaLayerNormSingle}
 MLPS = {
@@ -20,8 +21,6 @@ MLPS = {
     "gelu": (partial(Mlp, act_layer=partial(nn.GELU, approximate="tanh")), lambda dim: 4 * dim),
 }
 """Name → (layer, its inner width for a width): DiG's, SANA's and DiT's."""
-
-LayerNorm = partial(nn.LayerNorm, eps=1e-6, elementwise_affine=False)
 
 
 class LinearDiTBlock(Block):
@@ -64,7 +63,7 @@ class LinearDiTBlock(Block):
             mlp_hidden or default_hidden(dim),
             mixer=mixer,
             mixer_kwargs=mixer_kwargs,
-            norm_layer=LayerNorm,
+            norm_layer=AdaptiveLayerNorm,
             mlp_layer=mlp_layer,
         )
         check_order(order)
@@ -83,9 +82,9 @@ class LinearDiTBlock(Block):
         self.processor = processor
 
     def mix(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """The mixer in the block's scan order."""
-        ordered, ordered_grid = to_order(x, self.order, grid)
-        return from_order(self.processor(self.mixer, ordered, ordered_grid), self.order, grid)
+        """The mixer alone, in the block's scan order, on tokens in raster order."""
+        ordered, turned = to_order(x, self.order, grid)
+        return from_order(self.processor(self.mixer, ordered, turned), self.order, grid)
 
     def forward(
         self,
@@ -110,11 +109,14 @@ class LinearDiTBlock(Block):
         if self.skip_linear is not None:
             hidden_states = self.skip_linear(torch.cat((hidden_states, skip), dim=-1))
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(condition)
-        x = self.mix(modulate(self.norm1(hidden_states), shift_1, scale_1), grid)
-        hidden_states = torch.addcmul(hidden_states, gate_1, x)
-        if self.attn2 is not None:
-            hidden_states = hidden_states + self.attn2(hidden_states, encoder_hidden_states, encoder_attention_mask)
-        x = modulate(self.norm2(hidden_states), shift_2, scale_2)
+        x = self.norm1(hidden_states, shift_1, scale_1, self.order, grid)
+        x = self.processor(self.mixer, x, ordered_grid(self.order, grid))
+        if self.attn2 is None:
+            hidden_states, x = self.norm2.after(hidden_states, x, gate_1, shift_2, scale_2, self.order, grid)
+        else:
+            hidden_states = gated_add(hidden_states, x, gate_1, order=self.order, grid=grid)
+            x = self.attn2(hidden_states, encoder_hidden_states, encoder_attention_mask)
+            hidden_states, x = self.norm2.after(hidden_states, x, None, shift_2, scale_2)
         x = self.mlp(x, grid) if self.mlp_sees_grid else self.mlp(x)
-        hidden_states = torch.addcmul(hidden_states, gate_2, x)
+        hidden_states = gated_add(hidden_states, x, gate_2)
         return hidden_states if self.conv is None else self.conv(hidden_states, grid)

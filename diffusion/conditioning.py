@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scanvas.kernels.norm import add_norm, token_norm
+
 
 def sinusoid(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
     """Cosines and sines of ``t`` ``(B,)`` at ``dim/2`` frequencies, ``(B, dim)`` in float32 (arXiv:1706.03762; cosines
@@ -88,3 +90,37 @@ class AdaLayerNormSingle(nn.Module):
 
     def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
         return (condition + self.scale_shift_table.flatten().to(condition.dtype)).unsqueeze(1).chunk(self.parts, dim=-1)
+
+
+class AdaptiveLayerNorm(nn.Module):
+    """``shift + (1 + scale) · LayerNorm(x)`` with the shift and scale of a condition (DiT, section 3.2), in one pass
+    over memory with the residual sum before it and the scan order around it."""
+
+    def __init__(self, dim: int, eps: float = 1e-6, device=None, dtype=None):
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+
+    def forward(
+        self, x: Tensor, shift: Tensor, scale: Tensor, order: str = "raster", grid: tuple[int, int] | None = None
+    ) -> Tensor:
+        """``(B, N, C)`` in raster order → the same in the scan order ``order`` of ``grid``; ``shift`` and ``scale`` are
+        ``(B, 1, C)``."""
+        return token_norm(x, kind="layer", shift=shift, scale=scale, eps=self.eps, order=order, grid=grid)
+
+    def after(
+        self,
+        x: Tensor,
+        branch: Tensor,
+        gate: Tensor | None,
+        shift: Tensor,
+        scale: Tensor,
+        order: str = "raster",
+        grid: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``x + gate·branch`` and its norm, both in raster order; the branch is in the scan order ``order``."""
+        options = {"kind": "layer", "shift": shift, "scale": scale, "eps": self.eps}
+        return add_norm(x, branch, gate, **options, order=order, grid=grid)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps}"

@@ -14,13 +14,12 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils import USE_PEFT_BACKEND, scale_lora_layers, unscale_lora_layers
 from torch import Tensor, nn
 
-from scanvas.backbones.block import modulate
 from scanvas.backbones.mixers import TokenMixer, layer_options
 from scanvas.backbones.scan import ORDERS, from_order, to_order
 
-from .block import MLPS, NORMS, LayerNorm, LinearDiTBlock
+from .block import MLPS, NORMS, LinearDiTBlock
 from .checks import check_denoiser_inputs, check_multiple, check_one_of, to_size
-from .conditioning import TextProjection, TimeEmbedding, sincos_positions
+from .conditioning import AdaptiveLayerNorm, TextProjection, TimeEmbedding, sincos_positions
 
 PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow_prediction")
 
@@ -154,7 +153,7 @@ class LinearDiTTransformer2DModel(
         )
         if original_scan_order and not self.transformer_blocks[0].mixer.needs_scan:
             raise ValueError(f"original_scan_order is for mixers that scan; {mixer!r} does not")
-        self.norm_out = LayerNorm(dim)
+        self.norm_out = AdaptiveLayerNorm(dim)
         self.modulation_out = NORMS[norm_type](dim, 2)
         self.proj_out = nn.Linear(dim, patch_size**2 * out_channels)
         self._init_weights()
@@ -307,7 +306,7 @@ class LinearDiTTransformer2DModel(
         x = self._run_blocks(x, shared, grid, text, text_mask)
 
         shift, scale = self.modulation_out(condition)
-        x = self.proj_out(modulate(self.norm_out(x), shift, scale))
+        x = self.proj_out(self.norm_out(x, shift, scale))
         x = x.view(B, *grid, p, p, self.config.out_channels)
         return x.permute(0, 5, 1, 3, 2, 4).reshape(B, self.config.out_channels, height, width)
 

@@ -206,7 +206,7 @@ def test_half_precision(mixer, dtype, mode):
 
 
 def test_modulation_keeps_small_scales_in_bfloat16():
-    from scanvas.backbones.block import modulate
+    from scanvas.kernels.norm.reference import modulate
 
     x = torch.tensor([[[64.0, -64.0]]], dtype=torch.bfloat16)
     scale = torch.tensor([[[2**-9, 3 * 2**-9]]], dtype=torch.bfloat16)  # 1 + scale would be rounded

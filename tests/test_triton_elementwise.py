@@ -1,20 +1,17 @@
-"""The Triton kernels of the convolution, the gated mix and SwiGLU's product, on a GPU or under the interpreter."""
+"""The Triton kernels of the convolution, the gates of heads and SwiGLU's product, on a GPU or under the interpreter."""
 
 import pytest
 import torch
+from elementwise_parts import BUDGET, DEVICE, compare
 
 from scanvas.kernels import dispatch
 from scanvas.kernels.conv import depthwise_conv2d
-from scanvas.kernels.gate import gated_mix
+from scanvas.kernels.gate import gated_mix, swish_norm
 from scanvas.kernels.glu import silu_product, silu_product_
 
 pytestmark = pytest.mark.skipif(
     not dispatch.TRITON_USABLE, reason="needs a GPU, or TRITON_INTERPRET=1 (see test_triton_interpreted.py)"
 )
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The float32 kernels differ from float64 by rounding only; bfloat16 and float16 by the rounding of inputs and outputs.
-BUDGET = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-
 
 # batch, grid, channels, size, bias, activation. The interpreter takes about a second for a tile: small ones only there.
 CONVOLUTIONS = [(2, (3, 5), 6, 3, False, "silu"), (1, (1, 1), 3, 3, True, None), (1, (2, 7), 3, 5, True, "silu")]
@@ -24,32 +21,6 @@ if not dispatch.INTERPRETED:
         (8, (20, 31), 70, 5, True, "silu"),
         (2, (64, 48), 384, 3, True, None),
     ]
-
-
-def relative_error(actual, exact):
-    assert actual.isfinite().all()
-    return ((actual.double() - exact).norm() / exact.norm()).item()
-
-
-def compare(function, inputs, dtypes):
-    """Output and gradients of the kernel against the torch form in float64 on the same, rounded, inputs."""
-    rounded = [None if x is None else x.to(DEVICE, dtype) for x, dtype in zip(inputs, dtypes)]
-    low = [None if x is None else x.detach().requires_grad_() for x in rounded]
-    high = [None if x is None else x.detach().double().requires_grad_() for x in rounded]
-    actual, exact = function(*low, impl="triton"), function(*high, impl="torch")
-    budget = BUDGET[dtypes[0]]
-    assert relative_error(actual, exact) < budget
-    # An expanded gradient, as of y.sum(), and a transposed one.
-    upstream = torch.randn(exact.shape[1], exact.shape[0], *exact.shape[2:], device=DEVICE).transpose(0, 1)
-    for gradient in (torch.ones((), device=DEVICE).expand(exact.shape), upstream):
-        wanted = [x for x in high if x is not None]
-        got = torch.autograd.grad(
-            actual, [x for x in low if x is not None], gradient.to(actual.dtype), retain_graph=True
-        )
-        true = torch.autograd.grad(exact, wanted, gradient.to(actual.dtype).double(), retain_graph=True)
-        for g, t, x in zip(got, true, wanted):
-            assert g.shape == x.shape
-            assert relative_error(g, t) < 2 * budget
 
 
 @pytest.mark.parametrize("dtype", BUDGET)
@@ -89,6 +60,18 @@ def test_gated_mix(dtype, batch, tokens, heads, dim, activation):
         return gated_mix(*tensors, activation=activation, impl=impl)
 
     compare(function, inputs, (dtype,) * 3 + (torch.float32,) * 2)
+
+
+@pytest.mark.parametrize("dtype", BUDGET)
+@pytest.mark.parametrize(("batch", "tokens", "heads", "dim"), [(2, 9, 3, 64), (1, 1, 1, 5), (3, 41, 2, 72)])
+def test_swish_norm(dtype, batch, tokens, heads, dim):
+    torch.manual_seed(4)
+    inputs = (
+        torch.randn(batch, heads, tokens, dim).transpose(1, 2),
+        torch.randn(batch, tokens, heads * dim) * 4,
+        torch.rand(dim) + 0.5,
+    )
+    compare(swish_norm, inputs, (dtype, dtype, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", BUDGET)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scanvas.backbones.rope import apply_rope
-from scanvas.kernels.gate import gated_mix
+from scanvas.kernels.gate import gated_mix, swish_norm
 from scanvas.kernels.gated import attention_rows, gated_linear_attention_from_logits
 from scanvas.kernels.gated.reference import log_decay_from_logits
 
@@ -109,9 +109,8 @@ class GatedLinearAttention(TokenMixer):
             nn.Linear(gate_rank, directions * key_dim, **factory),
         )
         self.gate_proj = nn.Linear(dim, value_dim, bias=output == "mix", **factory)
-        norm = NormWeight if output == "mix" else nn.RMSNorm
-        self.out_norm = norm(value_dim // num_heads, eps=norm_eps, **factory)
-        self.local_norm = norm(dim // num_heads, eps=norm_eps, **factory) if output == "mix" else None
+        self.out_norm = NormWeight(value_dim // num_heads, eps=norm_eps, **factory)
+        self.local_norm = NormWeight(dim // num_heads, eps=norm_eps, **factory) if output == "mix" else None
         width = key_dim // num_heads
         self.selective_rope = SelectiveRope(dim, num_heads, width, **factory) if selective_rope else None
         self.reset_parameters()
@@ -160,7 +159,7 @@ class GatedLinearAttention(TokenMixer):
                 activation=self.out_act,
             )
         else:
-            out = self.out_norm(attended).flatten(2) * F.silu(gate)
+            out = swish_norm(attended, gate, self.out_norm(), eps=self.norm_eps)
         return self.to_out(out)
 
     def mix(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
@@ -202,7 +201,7 @@ class GatedLinearAttention(TokenMixer):
             flipped = (z.flip(1) for z in (q, k, v, reverse_gate))
             backward = gated_linear_attention_from_logits(*flipped, **options).flip(1)
             parts = {"forward": parts["attention"] / 2, "backward": backward / 2}
-        weight = self.out_norm() if self.output == "mix" else self.out_norm.weight
+        weight = self.out_norm()
         factor = weight * rms_factor(sum(parts.values()), self.norm_eps)
         parts = {name: (part * factor).flatten(2) for name, part in parts.items()}
         out_gate = self.gate_proj(features)

@@ -1,5 +1,5 @@
-"""Gated mix of global and local features: see ``gated_mix``."""
+"""What is done to the output of a head: see ``gated_mix`` and ``swish_norm``."""
 
-from .api import IMPLEMENTATIONS, gated_mix
+from .api import IMPLEMENTATIONS, gated_mix, swish_norm
 
-__all__ = ["IMPLEMENTATIONS", "gated_mix"]
+__all__ = ["IMPLEMENTATIONS", "gated_mix", "swish_norm"]

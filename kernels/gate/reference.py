@@ -26,3 +26,7 @@ def mix(
     if activation == "silu":
         mixed = F.silu(mixed, inplace=not recorded)
     return mixed.flatten(2).to(gate.dtype)
+
+
+def swish_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(o, o.shape[-1:], weight, eps).flatten(2) * F.silu(gate)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .tiles import shares, tile
+
 
 @triton.jit
 def _load(o_ptr, local_ptr, gate_ptr, offset, mask):
@@ -108,12 +110,6 @@ def _backward_kernel(
     tl.store(out + D, tl.sum(d_lw, axis=0), mask=d < D)
 
 
-def _tile(D: int) -> tuple[int, int]:
-    """Rows and columns of a tile of about 2,048 elements."""
-    BD = triton.next_power_of_2(D)
-    return max(1, 2048 // BD), BD
-
-
 @torch.library.custom_op("scanvas::gated_mix", mutates_args=())
 def _forward(
     o: Tensor, local: Tensor, gate: Tensor, o_weight: Tensor, local_weight: Tensor, eps: float, silu: bool
@@ -121,7 +117,7 @@ def _forward(
     o, local, gate = o.contiguous(), local.contiguous(), gate.contiguous()
     D = o.shape[-1]
     rows = o.numel() // D
-    BR, BD = _tile(D)
+    BR, BD = tile(D)
     out = torch.empty_like(gate)
     with torch.cuda.device_of(o):
         _forward_kernel[(triton.cdiv(rows, BR),)](
@@ -150,9 +146,8 @@ def _backward(
     o, local, gate, d_out = (x.contiguous() for x in (o, local, gate, d_out))
     D = o.shape[-1]
     rows = o.numel() // D
-    BR, BD = _tile(D)
-    steps = 8
-    programs = triton.cdiv(rows, BR * steps)
+    BR, BD = tile(D)
+    programs, steps = shares(rows, BR)
     d_o, d_local, d_gate = torch.empty_like(o), torch.empty_like(local), torch.empty_like(gate)
     partial = torch.empty((programs, 2, D), device=o.device, dtype=torch.float32)
     with torch.cuda.device_of(o):
@@ -160,8 +155,8 @@ def _backward(
             o, local, gate, o_weight.contiguous(), local_weight.contiguous(), d_out, d_o, d_local, d_gate, partial,
             rows, D, eps, SILU=silu, BR=BR, BD=BD, STEPS=steps, num_warps=4,
         )  # fmt: skip
-    d_o_weight, d_local_weight = partial[:, 0].sum(0), partial[:, 1].sum(0)
-    return d_o, d_local, d_gate, d_o_weight.to(o_weight.dtype), d_local_weight.to(local_weight.dtype)
+    weights = [d.to(w.dtype, copy=True) for d, w in zip(partial.sum(0), (o_weight, local_weight))]
+    return d_o, d_local, d_gate, *weights
 
 
 @_backward.register_fake

@@ -1,0 +1,120 @@
+"""Norm and gate of a head's output in Triton, one pass, forward and backward. A row is one head of one token."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .tiles import shares, tile
+
+
+@triton.jit
+def _forward_kernel(o_ptr, gate_ptr, weight_ptr, out_ptr, rows, D, eps, BR: tl.constexpr, BD: tl.constexpr):
+    r, d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
+    inside = (r < rows)[:, None] & (d < D)[None, :]
+    offset = r[:, None] * D + d[None, :]
+    o = tl.load(o_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    inverse = tl.rsqrt(tl.sum(o * o, axis=1) / D + eps)[:, None]
+    y = o * inverse * weight * gate * tl.sigmoid(gate)
+    tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    o_ptr,  # (rows, D), this and all others but the weight and the last
+    gate_ptr,
+    weight_ptr,  # (D,)
+    d_out_ptr,
+    d_o_ptr,
+    d_gate_ptr,
+    partial_ptr,  # (programs, D) float32, this program's share of the gradient of the weight
+    rows,
+    D,
+    eps,
+    STEPS: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
+):
+    d = tl.arange(0, BD)
+    weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    d_weight = tl.zeros((BR, BD), tl.float32)
+    for step in range(STEPS):
+        r = (tl.program_id(0).to(tl.int64) * STEPS + step) * BR + tl.arange(0, BR)
+        inside = (r < rows)[:, None] & (d < D)[None, :]
+        offset = r[:, None] * D + d[None, :]
+        o = tl.load(o_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(d_out_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        s = tl.sigmoid(gate)
+        inverse = tl.rsqrt(tl.sum(o * o, axis=1) / D + eps)[:, None]
+        normed = o * inverse
+        d_gate = g * normed * weight * s * (1.0 + gate * (1.0 - s))
+        g *= gate * s
+        d_weight += g * normed
+        g *= weight
+        d_o = inverse * (g - normed * (tl.sum(g * normed, axis=1)[:, None] / D))
+        tl.store(d_o_ptr + offset, d_o.to(d_o_ptr.dtype.element_ty), mask=inside)
+        tl.store(d_gate_ptr + offset, d_gate.to(d_gate_ptr.dtype.element_ty), mask=inside)
+    tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * D + d, tl.sum(d_weight, axis=0), mask=d < D)
+
+
+@torch.library.custom_op("scanvas::swish_norm", mutates_args=())
+def _forward(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    o, gate = o.contiguous(), gate.contiguous()
+    D = o.shape[-1]
+    rows = o.numel() // D
+    BR, BD = tile(D)
+    out = torch.empty_like(gate)
+    with torch.cuda.device_of(o):
+        _forward_kernel[(triton.cdiv(rows, BR),)](
+            o, gate, weight.contiguous(), out, rows, D, eps, BR=BR, BD=BD, num_warps=4
+        )
+    return out
+
+
+@_forward.register_fake
+def _(o, gate, weight, eps):
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("scanvas::swish_norm_backward", mutates_args=())
+def _backward(o: Tensor, gate: Tensor, weight: Tensor, d_out: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    o, gate, d_out = o.contiguous(), gate.contiguous(), d_out.contiguous()
+    D = o.shape[-1]
+    rows = o.numel() // D
+    BR, BD = tile(D)
+    programs, steps = shares(rows, BR)
+    d_o, d_gate = torch.empty_like(o), torch.empty_like(gate)
+    partial = torch.empty((programs, D), device=o.device, dtype=torch.float32)
+    with torch.cuda.device_of(o):
+        _backward_kernel[(programs,)](
+            o, gate, weight.contiguous(), d_out, d_o, d_gate, partial, rows, D, eps,
+            STEPS=steps, BR=BR, BD=BD, num_warps=4,
+        )  # fmt: skip
+    return d_o, d_gate, partial.sum(0).to(weight.dtype)
+
+
+@_backward.register_fake
+def _(o, gate, weight, d_out, eps):
+    return tuple(x.new_empty(x.shape) for x in (o, gate, weight))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx, d_out):
+    return *_backward(*ctx.saved_tensors, d_out, ctx.eps), None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def swish_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Arguments and result as ``reference.swish_norm``; computed in float32 whatever the dtypes."""
+    if gate.dtype == torch.float64:
+        raise TypeError("swish_norm: impl='triton' computes in float32, but gate is float64; use impl='torch'")
+    return _forward(o, gate, weight, eps)
