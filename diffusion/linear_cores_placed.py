@@ -3,7 +3,6 @@
 import math
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -91,10 +90,8 @@ class LocalCore(PlacedCore):
             return {"map": attention_matrix(q, k, grid, self.radius, **options)}
         matrix = attention_matrix(q, k, grid, self.radius, extra_k=self._pooled(k, start, grid), **options)
         # A pooled value is a sum of values: hand its share on to them.
-        tokens = math.prod(grid)
-        each = torch.eye(tokens, device=q.device, dtype=matrix.dtype)[None, :, None]
-        shares = F.pad(self.pool(each, *grid[-2:])[0, :, 0], (start, N - start - tokens))
-        return {"map": matrix[..., :N] + matrix[..., N:] @ shares}
+        shares = self.pool.spread(matrix[..., N:], *grid[-2:])
+        return {"map": matrix[..., :N] + F.pad(shares, (start, N - start - math.prod(grid)))}
 
 
 class TTTCore(PlacedCore):

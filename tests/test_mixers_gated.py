@@ -132,7 +132,7 @@ def test_decays_begin_as_in_the_papers():
 
 
 @pytest.mark.parametrize("width", [1, 6])
-@pytest.mark.parametrize("N", [1, 3, 130])
+@pytest.mark.parametrize("N", [1, 3, 130, 300])
 def test_delta_rule_in_chunks_is_the_recurrence(N, width):
     """Output, gradients and map, for decays from none to all; float32 as exact as float32 is."""
     generator = torch.Generator().manual_seed(N)
@@ -160,6 +160,10 @@ def test_delta_rule_in_chunks_is_the_recurrence(N, width):
         )
         for matrix, values, expected in both:
             torch.testing.assert_close((matrix @ values.transpose(1, 2)).transpose(1, 2), expected)
+        some = torch.tensor([N - 1, 0, N // 2])
+        for reverse in (False, True):
+            full = attention_rows(q, k, g, e, reverse=reverse)
+            torch.testing.assert_close(attention_rows(q, k, g, e, some, reverse=reverse), full[:, :, some])
 
 
 def test_delta_rule_refuses_what_does_not_fit():

@@ -29,6 +29,22 @@ class TokenPool(nn.Module):
         """``(B, frames·height·width, H, D)``, of an image or the frames of a video → ``(B, pooled, H, D)``."""
         return _pool(x, self.weight, height, width)
 
+    def spread(self, shares: Tensor, height: int, width: int) -> Tensor:
+        """The transpose of ``forward``: what the tokens get of the weights of their squares, ``(…, pooled)`` → ``(…,
+        frames·height·width)``."""
+        size = self.weight.shape[0]
+        y, x = (torch.arange(n, device=shares.device) for n in (height, width))
+        shares = shares.unflatten(-1, (-1, -(-height // size), -(-width // size)))
+        shares = shares * _completion(size, height, width).to(shares)
+        weight = self.weight.to(shares)[y % size][:, x % size]
+        return (shares[..., y // size, :][..., x // size] * weight).flatten(-3)
+
+
+def _completion(size: int, height: int, width: int) -> Tensor:
+    """By how much the sum of each square is scaled: size² over the number of tokens that are there."""
+    there = [(n - torch.arange(0, n, size)).clamp(max=size) for n in (height, width)]
+    return size**2 / (there[0][:, None] * there[1])
+
 
 @torch.jit.ignore
 def _pool(x: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
@@ -38,11 +54,7 @@ def _pool(x: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
     x = F.pad(x, (0, 0, 0, 0, 0, pad[1], 0, pad[0])).unflatten(3, (-1, size)).unflatten(2, (-1, size))
     pooled = torch.einsum("btiyjxhd,yx->btijhd", x, weight.to(x.dtype))
     if any(pad):
-        counts = [torch.full((-(-n // size),), float(size)) for n in (height, width)]
-        for count, missing in zip(counts, pad):
-            count[-1] -= missing
-        there = (counts[0][:, None] * counts[1])[..., None, None]
-        pooled = pooled * (size**2 / there).to(x.device, x.dtype)
+        pooled = pooled * _completion(size, height, width)[..., None, None].to(x.device, x.dtype)
     return pooled.flatten(1, 3)
 
 
@@ -127,6 +139,4 @@ class LocalAttention(SoftmaxAttention):
             return matrix
         # A pooled value is a sum of values: hand its share on to them.
         N = x.shape[1]
-        each = torch.eye(N - prefix, device=x.device, dtype=matrix.dtype)[None, :, None]
-        shares = F.pad(self.pool(each, *grid)[0, :, 0], (prefix, 0))
-        return matrix[..., :N] + matrix[..., N:] @ shares
+        return matrix[..., :N] + F.pad(self.pool.spread(matrix[..., N:], *grid), (prefix, 0))

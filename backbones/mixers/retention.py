@@ -134,9 +134,8 @@ class RetentionAttention(TokenMixer):
 
     def attention_map(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
         q, k, _ = self.qkv(x)
-        line, column, rest, _ = self._weights(q, k, grid, prefix)
-        full = _full_map(line, column, rest, grid, prefix)
-        return full if rows is None else full[:, :, rows]
+        rows = torch.arange(x.shape[1], device=x.device) if rows is None else rows.to(x.device)
+        return _map_rows(*self._weights(q, k, grid, prefix)[:3], grid, prefix, rows)
 
     def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
         if self.conv is None:
@@ -178,13 +177,18 @@ def _apply(
 
 
 @outside_autocast
-def _full_map(rows: Tensor, columns: Tensor, rest: Tensor, grid: tuple[int, int], prefix: int) -> Tensor:
-    """The product of the two steps as one matrix ``(B, heads, N, N)``."""
+def _map_rows(rows: Tensor, columns: Tensor, rest: Tensor, grid: tuple[int, int], prefix: int, index: Tensor) -> Tensor:
+    """Rows ``index`` of the product of the two steps, ``(B, heads, R, N)``."""
     H, W = grid
-    # i, x: place of the query; l, y: place of the key, l in the query's column, y in the key's row.
-    image = torch.einsum("bxhil,blhxy->bhixly", columns[..., :H], rows[..., :W]).flatten(4, 5).flatten(2, 3)
-    if not prefix:
-        return image
-    seen = torch.einsum("bxhil,blhxp->bhixp", columns[..., :H], rows[..., W:])
-    seen = (seen + columns[..., H:].permute(0, 2, 3, 1, 4)).flatten(2, 3)
-    return torch.cat((rest, torch.cat((seen, image), dim=-1)), dim=2)
+    image = index >= prefix
+    place = index[image] - prefix
+    column = columns.transpose(1, 2)[:, :, place % W, place // W]  # (B, heads, R, H + P): the query's column
+    line = rows.permute(0, 2, 3, 1, 4)[:, :, place % W]  # (B, heads, R, H, W + P): from each of its tokens, the row
+    found = (column[..., :H, None] * line[..., :W]).flatten(3)
+    if prefix:
+        seen = torch.einsum("bhrl,bhrlp->bhrp", column[..., :H], line[..., W:]) + column[..., H:]
+        found = torch.cat((seen, found), dim=-1)
+    out = found.new_zeros(*found.shape[:2], len(index), found.shape[-1])
+    out[:, :, image] = found
+    out[:, :, ~image] = rest[:, :, index[~image]]
+    return out
