@@ -4,6 +4,7 @@ when training begins and a BatchNorm, which costs nothing, when it ends."""
 from collections.abc import Callable
 
 import torch
+from timm import layers
 from timm.layers import register_notrace_function, register_notrace_module
 from torch import Tensor, nn
 
@@ -40,6 +41,18 @@ class LayerNorm(nn.LayerNorm):
     @torch.jit.ignore
     def forward(self, x: Tensor) -> Tensor:
         return token_norm(x, kind="layer", weight=self.weight, bias=self.bias, eps=self.eps)
+
+
+@register_notrace_module
+class LayerNorm2d(layers.LayerNorm2d):
+    """LayerNorm over the channels of an image ``(B, C, H, W)``, which is quickest channels-last."""
+
+    @torch.jit.ignore
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.permute(0, 2, 3, 1)
+        grid = tokens.shape[1:3]
+        options = {"kind": "layer", "weight": self.weight, "bias": self.bias, "eps": self.eps}
+        return token_norm(tokens.flatten(1, 2), **options).unflatten(1, grid).permute(0, 3, 1, 2)
 
 
 def add_and_normalise(norm: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import LayerNorm2d, calculate_drop_path_rates, register_notrace_module
+from timm.layers import calculate_drop_path_rates, register_notrace_module
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from .block import Block, init_linears, reset_parts, swiglu_hidden
 from .convert import convert_vig_checkpoint
 from .mixers import layer_options
-from .norm import RMSNorm, block_norm
+from .norm import LayerNorm2d, RMSNorm, block_norm
 from .plain import PlainBackbone, build_plain, check_divisible, plain_cfg
 
 __all__ = ["Vig"]

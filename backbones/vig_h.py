@@ -4,14 +4,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import LayerNorm2d, calculate_drop_path_rates, register_notrace_module
+from timm.layers import calculate_drop_path_rates, register_notrace_module
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from .block import Block, init_linears, reset_parts, swiglu_hidden
 from .convert import convert_vig_h_checkpoint
 from .mixers import layer_options
-from .norm import LayerNorm
+from .norm import LayerNorm, LayerNorm2d
 from .staged import Stage, StagedBackbone, build_staged, staged_cfg
 
 __all__ = ["VigH"]

@@ -1,0 +1,66 @@
+"""Backbones and denoisers on a GPU, where fused kernels run, against the same on the CPU: outputs and gradients."""
+
+import pytest
+import timm
+import torch
+from diffusion_parts import VARIANTS, build, inputs
+
+import scanvas  # noqa: F401 - registers the models
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def exact_matmul():
+    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
+
+
+def randomise(model):
+    """Weights that leave no branch silent: norms and gates start at one and zero."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator) * 0.05
+    return model
+
+
+def outputs_and_gradients(model, call, arguments):
+    model.zero_grad()
+    out = call(model, arguments)
+    out.square().mean().backward()
+    return {"output": out.detach().cpu()} | {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def check(model, call, arguments):
+    expected = outputs_and_gradients(randomise(model), call, arguments)
+    moved = {k: v.cuda() for k, v in arguments.items()}
+    actual = outputs_and_gradients(model.cuda(), call, moved)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (actual[name] - value).norm() / value.norm().clamp(min=1e-6)
+        assert error < 1e-3, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("test_vig", {}),
+        ("test_vig", {"class_token": True, "rope": True}),
+        ("test_vig", {"norm": "prepbn", "drop_path_rate": 0.0}),
+        ("test_vig_h", {}),
+        ("vig_tiny_patch16_224", {"depth": 2}),
+    ],
+)
+def test_backbone(name, options):
+    model = timm.create_model(name, num_classes=5, **options).eval()
+    check(model, lambda m, a: m(a["x"]), {"x": torch.randn(2, 3, 96, 128)})
+
+
+@pytest.mark.parametrize("mixer", ["gla", "softmax"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_denoiser(mixer, variant):
+    model = build(mixer, **VARIANTS[variant])
+    check(model, lambda m, a: m(**a).sample, inputs(model))
