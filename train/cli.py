@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import cli_distill, cli_linearize, cli_maps, cli_paint  # noqa: F401 - they register their commands
+from . import cli_distill, cli_linearize, cli_maps, cli_mixers, cli_paint  # noqa: F401 - they register their commands
 from .commands import COMMANDS, CONFIG, DEVICE, JSON, OVERRIDES, argument, command, print_table
 
 _GROUPS = {

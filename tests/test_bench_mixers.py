@@ -1,0 +1,193 @@
+"""``scanvas bench mixers`` on images and grids of a few pixels."""
+
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import torch
+from PIL import Image
+
+from scanvas.backbones.mixers import create_mixer
+from scanvas.train import bench_mixers, bench_mixers_report, bench_mixers_train
+from scanvas.train.bench_mixers_images import load_images
+from scanvas.train.bench_mixers_train import Budget
+from scanvas.train.errors import DataError, NonFiniteError
+
+SMALL = ("--device", "cpu", "--grids", 4, 6, "--depth", 1, "--epochs", 3, "--recover-epochs", 2, "--batch-size", 16)
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory):
+    """Parquet files of 8×8 images: three classes, each of a colour."""
+    folder, generator = tmp_path_factory.mktemp("colours"), torch.Generator().manual_seed(0)
+    for split, count in (("train", 48), ("test", 12)):
+        rows = []
+        for number in range(count):
+            pixels = torch.randint(90, (8, 8, 3), generator=generator, dtype=torch.uint8)
+            pixels[..., number % 3] += 120
+            file = io.BytesIO()
+            Image.fromarray(pixels.numpy()).save(file, "PNG")
+            rows.append({"image": {"bytes": file.getvalue(), "path": None}, "label": number % 3})
+        parquet.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+    return folder
+
+
+def test_shards_cut_and_joined(colours, tmp_path, command, monkeypatch):
+    """Two shards, one cut short and taken up again, one with a mixer that fails; their rows make one table."""
+    run = ("bench", "mixers", "--data", colours, "--mixers", "softmax", "linear", "slab", *SMALL)
+    wanted = bench_mixers_train.measure_recovery
+    monkeypatch.setattr(bench_mixers, "_CPU", (24, 2, 256))  # channels, heads, tokens
+
+    def cut(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_mixers_train, "measure_recovery", cut)
+    code, _, _ = command(*run, "--shard", "1/2", "--out", tmp_path / "a")
+    assert code == 130
+    place = tmp_path / "a" / "rows-1of2.json"
+    before = json.loads(place.read_text())["rows"]
+    assert [(row["what"], row["mixer"]) for row in before] == [
+        *[("time", name) for name in ("softmax", "softmax", "slab", "slab")],
+        *[("accuracy", name) for name in ("softmax", "slab")],
+    ]
+    monkeypatch.setattr(bench_mixers_train, "measure_recovery", wanted)
+    code, out, err = command(*run, "--shard", "1/2", "--out", tmp_path / "a")
+    assert code == 0, err
+    assert "6 rows of an earlier run are kept" in out
+    rows = json.loads(place.read_text())["rows"]
+    assert rows[:6] == before
+    assert [(row["what"], row["mixer"]) for row in rows[6:]] == [("recovery", name) for name in ("softmax", "slab")]
+    assert not any(row["failed"] for row in rows)
+    assert (tmp_path / "a" / "rows-1of2.csv").read_text().count("\n") == 9
+
+    def fails(name, *args, **kwargs):
+        if args == (24, 2):
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried …")
+        return create_mixer(name, *args, **kwargs)
+
+    monkeypatch.setattr(bench_mixers, "create_mixer", fails)
+    code, _, err = command(*run, "--shard", "2/2", "--out", tmp_path / "b")
+    assert code == 0, err
+    code, out, err = command("bench", "mixers", "--merge", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "all")
+    assert code == 0, err
+    joined = json.loads((tmp_path / "all" / "mixers.json").read_text())["rows"]
+    by = {(row["what"], row["mixer"], row.get("side")): row for row in joined}
+    assert len(by) == len(joined) == 3 * (2 + 1 + 1)
+    table = (tmp_path / "all" / "mixers.md").read_text()
+    assert table in out
+    header, _, *lines = [line for line in table.splitlines() if line.startswith("|")]
+    assert len(lines) == 3
+    assert {line.count("|") for line in lines} == {header.count("|")}
+    assert "`linear`, time (6): OutOfMemoryError: CUDA out of memory." in table
+    assert (tmp_path / "all" / "mixers.png").stat().st_size > 10_000
+
+    softmax, linear = by["time", "softmax", 6], by["time", "linear", 6]
+    assert (softmax["batch"], softmax["failed"]) == (256 // 36, "")
+    assert softmax["parameters"] == 4 * 24 * 25
+    assert softmax["flops"] == 8 * 36 * 24**2 + 4 * 36**2 * 24
+    assert 0 < softmax["forward_ms"] < softmax["forward_backward_ms"]
+    assert 0 < softmax["forward_mb"] < softmax["forward_backward_mb"]
+    assert "forward_ms" not in linear
+    for name in ("softmax", "linear", "slab"):  # colours are told apart by any
+        assert by["accuracy", name, None]["accuracy"] > 60
+        assert by["recovery", name, None]["recovered"] > 60
+        assert by["recovery", name, None]["teacher"] == by["accuracy", "softmax", None]["accuracy"]
+    control = by["recovery", "softmax", None]
+    assert (control["kept"], control["swapped"]) == (1, control["teacher"])
+    # All of it but one 14×14 position a channel and a 5×5 kernel with its bias a channel of a head.
+    added, all_of_it = 192 * 14 * 14 + 64 * 26, by["accuracy", "slab", None]["parameters"]
+    assert by["recovery", "slab", None]["kept"] == pytest.approx(1 - added / all_of_it)
+
+    for arguments, message in (
+        ((*run, "--out", tmp_path / "a", "--epochs", 1), "accuracy of another budget"),
+        (("bench", "mixers", "--merge", colours, "--out", tmp_path / "c"), "no rows of scanvas bench mixers lie in"),
+        ((*run, "--out", tmp_path / "c", "--mixers", "slap"), "--mixers: unknown 'slap'; did you mean 'sla"),
+        ((*run, "--out", tmp_path / "c", "--shard", "3/2"), "--shard takes i/n with i from 1 to n"),
+        ((*run, "--out", tmp_path / "c", "--grids", 0), "--grids takes whole numbers, at least 1; got [0]"),
+        ((*run, "--out", tmp_path / "c", "--batch-size", 0), "--batch-size must be positive, got 0"),
+        (("bench", "mixers", "--out", tmp_path / "c"), "--data DIR, a folder with train.parquet"),
+        ((*run, "--out", tmp_path / "c", "--data", tmp_path), "holds no train*.parquet"),
+    ):
+        code, _, err = command(*arguments)
+        assert code == 1
+        assert message in err
+    assert not (tmp_path / "c").exists()
+
+
+def test_images_are_shifted_and_mirrored(colours):
+    """Every drawn image is a window of its padded image, maybe mirrored; one draw has several kinds."""
+    images = load_images(str(colours), torch.device("cpu"), limit=9)
+    assert images.labels.tolist() == [0, 1, 2] * 3
+    assert (images.side, images.classes, len(images.test)) == (8, 3, 9)
+    index = torch.arange(9)
+    drawn, labels = images.draw(index, torch.Generator().manual_seed(0))
+    assert torch.equal(labels, images.labels)
+    found = set()
+    for number in range(9):
+        windows = images.scaled(images.padded[number].unfold(1, 8, 1).unfold(2, 8, 1).permute(1, 2, 0, 3, 4))
+        for flip in (False, True):
+            same = (windows.flip(-1) if flip else windows).sub(drawn[number]).abs().amax((2, 3, 4)) == 0
+            found |= {(number, flip, *place) for place in same.nonzero().tolist()}
+    assert {entry[0] for entry in found} == set(range(9))
+    assert len({entry[1:] for entry in found}) > 5
+
+
+def test_images_that_do_not_fit_are_named(tmp_path):
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    for second, message in (
+        (b"no image", "image 1 of .*train.parquet cannot be read"),
+        (None, "of one size; number 1"),
+    ):
+        if second is None:
+            other = io.BytesIO()
+            Image.new("L", (8, 6)).save(other, "PNG")
+            second = other.getvalue()
+        rows = [{"image": data, "label": 0} for data in (file.getvalue(), second)]
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+        with pytest.raises(DataError, match=message):
+            load_images(str(tmp_path), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["agent", "gla", "inline", "linfusion", "mala", "mlla", "nala", "rala", "t5"])
+def test_what_is_new_starts_as_nothing(name):
+    """What a mixer adds to the projections of a softmax does not touch its output at first."""
+    torch.manual_seed(0)
+    options = {"expand_k": 1.0} if name == "gla" else {}
+    mixer, x = create_mixer(name, 24, 2, **options), torch.randn(1, 12, 24)
+    bench_mixers_train.start_neutral(mixer)
+    for gate in [mixer.gate_proj(x)] if name in ("mala", "rala") else []:
+        torch.testing.assert_close(gate, torch.ones_like(gate))
+    if name in ("mlla", "nala"):
+        torch.testing.assert_close(torch.nn.functional.silu(mixer.gate_proj(x)), torch.ones(1, 12, 24))
+    for conv in ("conv", "q_conv", "k_conv", "value_conv"):
+        layer = getattr(mixer, conv, None)
+        if layer is not None:
+            expected = x if (name, conv) in (("gla", "conv"), ("mlla", "value_conv")) else torch.zeros_like(x)
+            torch.testing.assert_close(layer(x, (3, 4)), expected)
+    if name == "inline":
+        assert mixer.local(x, x.unflatten(-1, (2, 12)), (3, 4), 0).abs().max() == 0
+    if name == "linfusion":
+        torch.testing.assert_close(mixer.q_modulator(x), x)
+
+
+def test_a_loss_that_is_not_finite_is_said(colours):
+    budget = Budget(depth=1, epochs=1, batch=16, lr=1e9)
+    images = load_images(str(colours), torch.device("cpu"))
+    model = bench_mixers_train.build("softmax", images, budget)
+    with torch.no_grad():
+        model.head.bias.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="not finite in 3 of 3 steps"):
+        bench_mixers_train.train(model, images, budget, 1, 0)
+
+
+def test_labels_of_the_plot_do_not_cover_one_another(tmp_path, monkeypatch):
+    boxes = []
+    cover = bench_mixers_report._cover
+    monkeypatch.setattr(bench_mixers_report, "_cover", lambda a, b: boxes.append(a) or cover(a, b))
+    points = {f"mixer{i}": (1000 + i % 5, 60 + (i // 5) / 10, 0.1 * (i % 2)) for i in range(25)}
+    bench_mixers_report.draw(points, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    assert len(boxes) > 25

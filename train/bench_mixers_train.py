@@ -1,0 +1,283 @@
+"""What ``scanvas bench mixers`` trains: the same plain ViG with every mixer, for an equal budget, on images that lie on
+the device as a whole; and a softmax teacher's weights in every mixer, before and after a little training."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import scanvas  # noqa: F401 - registers the models with timm
+from scanvas.backbones.mixers.delta import DeltaMixer
+from scanvas.backbones.mixers.gla import GatedLinearAttention
+
+from .bench_gpu import graphed_ms
+from .bench_mixers_images import Images
+from .config import OptimConfig
+from .distill_losses import Seen, logits
+from .errors import NonFiniteError
+from .flops import count_flops
+from .measure import times
+from .optim import create_optimizer, create_scheduler
+
+_SMOOTHING = 0.1
+_WIDE = ("gdn", "gdn2", "gla", "kda")  # have fewer channels of keys, or more of values, than a softmax by default
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What every mixer is given. Two figures belong into one table only if ``text`` is the same."""
+
+    model: str = "vig_tiny_patch16_224"
+    depth: int = 6
+    patch: int = 2
+    epochs: float = 5.0
+    recover_epochs: float = 1.0
+    batch: int = 512
+    lr: float = 1e-3
+    images: int | None = None
+    dtype: str = "float32"
+
+    def text(self, recovery: bool = False) -> str:
+        """The budget in words, ``recovery``: of the softmax teacher and what comes after."""
+        model = f"{self.model}, {self.depth} blocks, patches of {self.patch}"
+        training = f"{self.images} images × {self.epochs:g} epochs in batches of {self.batch}, AdamW {self.lr:g}"
+        return f"{model}; {training}, {self.dtype}" + (f"; then {self.recover_epochs:g} epochs" if recovery else "")
+
+
+def build(mixer: str, images: Images, budget: Budget, device: Any = None, **mixer_kwargs: Any) -> nn.Module:
+    """The backbone, by default on the device of the images."""
+    with torch.device(device or images.device):
+        return timm.create_model(
+            budget.model,
+            img_size=images.side,
+            patch_size=budget.patch,
+            num_classes=images.classes,
+            depth=budget.depth,
+            mixer=mixer,
+            mixer_kwargs=mixer_kwargs,
+        )
+
+
+def _autocast(device: torch.device, dtype: str):
+    return nullcontext() if dtype == "float32" else torch.autocast(device.type, getattr(torch, dtype))
+
+
+def _wait(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def train(
+    model: nn.Module, images: Images, budget: Budget, epochs: float, seed: int, teacher: nn.Module | None = None
+) -> float:
+    """Train by cross-entropy, and with a ``teacher`` by the divergence of its classes too; AdamW, warm-up for a fifth
+    of the steps, then a cosine. All mixers see the same images in the same order. Returns images a second.
+
+    Raises NonFiniteError: the loss became infinite or NaN.
+    """
+    device, count = images.device, len(images.labels)
+    batch = min(budget.batch, count)
+    steps = max(1, round(epochs * count / batch))
+    kwargs = {"fused": True} if device.type == "cuda" else {}
+    config = OptimConfig(lr=budget.lr, warmup_epochs=steps // 5, kwargs=kwargs)  # one step is one of its epochs
+    optimizer = create_optimizer(model, config, batch)
+    scheduler = create_scheduler(optimizer, config, epochs=steps, steps_per_epoch=1)
+    generator = torch.Generator(device).manual_seed(seed)
+    order = torch.empty(0, dtype=torch.long, device=device)
+    untimed = min(10, steps // 2)  # kernels are compiled
+    model.train()
+    began, unhealthy = _wait(device), torch.zeros((), device=device)
+    for step in range(steps):
+        if step == untimed:
+            began = _wait(device)
+        if len(order) < batch:
+            order = torch.randperm(count, device=device, generator=generator)
+        image, target = images.draw(order[:batch], generator)
+        order = order[batch:]
+        with _autocast(device, budget.dtype):
+            output = model(image)
+        loss = F.cross_entropy(output.float(), target, label_smoothing=_SMOOTHING)
+        if teacher is not None:
+            with torch.no_grad(), _autocast(device, budget.dtype):
+                wanted = teacher(image)
+            loss = loss + logits(Seen(logits=output.float(), teacher_logits=wanted.float()))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step_update(step + 1)
+        unhealthy += ~loss.detach().isfinite()  # looked at once: a look waits for the device
+    seconds = _wait(device) - began
+    if unhealthy > 0:
+        raise NonFiniteError(f"the loss was not finite in {int(unhealthy)} of {steps} steps")
+    return batch * (steps - untimed) / seconds
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Images, budget: Budget) -> float:
+    """Percent of the test images whose most probable class is right."""
+    model.eval()
+    hits = torch.zeros((), device=images.device)
+    for image, target in zip(images.test.split(1000), images.test_labels.split(1000)):
+        with _autocast(images.device, budget.dtype):
+            hits += (model(images.scaled(image)).argmax(-1) == target).sum()
+    return 100 * hits.item() / len(images.test_labels)
+
+
+def speed(model: nn.Module, images: Images, budget: Budget) -> float:
+    """Images a second of inference, the weights in the budget's dtype."""
+    dtype, device = getattr(torch, budget.dtype), images.device
+    model = copy.deepcopy(model).eval().to(dtype)
+    image = torch.randn(min(budget.batch, 512), 3, images.side, images.side, device=device, dtype=dtype)
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            return model(image)
+
+    seconds = graphed_ms(call, 2, 3) / 1e3 if device.type == "cuda" else times({"": call}, device, rounds=2)[""]
+    return len(image) / seconds
+
+
+def measure_accuracy(row: dict[str, Any], mixer: str, seed: int, images: Images, budget: Budget, out: Path) -> None:
+    """Train one backbone; that with a softmax is kept in ``out`` as the teacher of ``measure_recovery``."""
+    torch.manual_seed(seed)
+    model = build(mixer, images, budget)
+    row["parameters"] = sum(p.numel() for p in model.parameters())
+    trained = train(model, images, budget, budget.epochs, seed)
+    row["accuracy"] = accuracy(model, images, budget)
+    row["trained_per_second"] = trained
+    if mixer == "softmax":
+        _keep(model, row["accuracy"], budget, _place(out, seed))
+    row["images_per_second"] = speed(model, images, budget)
+    counted = build(mixer, images, budget, "meta").eval()
+    row["flops"] = count_flops(counted, (3, images.side, images.side))
+
+
+def measure_recovery(
+    row: dict[str, Any], mixer: str, seed: int, images: Images, budget: Budget, teacher: tuple[nn.Module, float]
+) -> None:
+    """A mixer with the teacher's weights: accuracy after the exchange, and after training with its logits."""
+    torch.manual_seed(seed)
+    model = build(mixer, images, budget, **({"expand_k": 1.0, "expand_v": 1.0} if mixer in _WIDE else {}))
+    row["teacher"] = teacher[1]
+    row["kept"] = inherit(model, teacher[0])
+    row["swapped"] = accuracy(model, images, budget)
+    row["trained_per_second"] = train(model, images, budget, budget.recover_epochs, seed, teacher[0])
+    row["recovered"] = accuracy(model, images, budget)
+    if teacher[1]:
+        row["recovered_fraction"] = row["recovered"] / teacher[1]
+
+
+@torch.no_grad()
+def inherit(model: nn.Module, teacher: nn.Module) -> float:
+    """Give ``model`` all tensors of ``teacher`` that fit by name and shape, and let what its mixers add start as
+    nothing. Returns the share of its parameters that were taken over."""
+    teacher = copy.deepcopy(teacher)
+    for part in (model, teacher):
+        for block in part.blocks:
+            block.mixer.fuse_projections(False)
+    for block in model.blocks:
+        start_neutral(block.mixer)
+    own, given = dict(model.named_parameters()), dict(teacher.named_parameters())
+    fitting = [name for name, parameter in own.items() if name in given and given[name].shape == parameter.shape]
+    for name in fitting:
+        own[name].copy_(given[name])
+    for block in model.blocks:
+        block.mixer.fuse_projections()
+    return sum(own[name].numel() for name in fitting) / sum(parameter.numel() for parameter in own.values())
+
+
+@torch.no_grad()
+def start_neutral(mixer: nn.Module) -> None:
+    """Convolutions that add something start at zero, those that stand before or after a projection pass their input
+    through, gates are one, and networks that change queries and keys change nothing."""
+    before = isinstance(mixer, (GatedLinearAttention, DeltaMixer))
+    for name in ("conv", "q_conv", "k_conv", "value_conv"):
+        conv = getattr(mixer, name, None)
+        if conv is not None and (before or name == "value_conv"):
+            conv.init_identity()
+        elif conv is not None:
+            nn.init.zeros_(conv.weight)
+            nn.init.zeros_(conv.bias)
+    gate, ones = getattr(mixer, "gate_proj", None), {"mala": 1.0, "rala": 1.0, "mlla": 1.278465, "nala": 1.278465}
+    one = ones.get(type(mixer).__name__.removesuffix("Attention").lower())  # SiLU(1.278465) = 1
+    if gate is not None and one is not None:
+        nn.init.zeros_(gate.weight)
+        nn.init.constant_(gate.bias, one)
+    for name in ("q_modulator", "k_modulator"):
+        if hasattr(mixer, name):
+            getattr(mixer, name).init_identity()
+    if getattr(mixer, "kernel_net", None) is not None:
+        nn.init.zeros_(mixer.kernel_net[-1].weight)
+        nn.init.zeros_(mixer.kernel_net[-1].bias)
+
+
+def load_teacher(seed: int, images: Images, budget: Budget, out: Path) -> tuple[nn.Module, float]:
+    """The backbone with a softmax and its accuracy: that of ``out`` if it is of this budget, else trained anew."""
+    place = _place(out, seed)
+    torch.manual_seed(seed)
+    model = build("softmax", images, budget)
+    try:
+        with safe_open(place, "pt", device=str(images.device)) as stored:
+            about = stored.metadata()
+            if about.get("budget") == budget.text():
+                model.load_state_dict({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118
+                return model.eval(), float(about["accuracy"])
+    except (OSError, SafetensorError):
+        pass  # none is there, or a process that was killed has left half of one: train it
+    train(model, images, budget, budget.epochs, seed)
+    reached = accuracy(model, images, budget)
+    _keep(model, reached, budget, place)
+    return model.eval(), reached
+
+
+def _place(out: Path, seed: int) -> Path:
+    return out / f"teacher-seed{seed}.safetensors"
+
+
+def _keep(model: nn.Module, reached: float, budget: Budget, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    fresh = place.with_name(f".{os.getpid()}-{place.name}")
+    tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    save_file(tensors, fresh, {"format": "pt", "budget": budget.text(), "accuracy": repr(reached)})
+    fresh.replace(place)  # whole or not at all: other shards may be looking for it
+
+
+def trainings(
+    what: str, mixers: list[str], seeds: list[int], images: Images, budget: Budget, out: Path
+) -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]], None]]]:
+    """What each row is of, and what fills it, seed by seed."""
+    teachers: dict[int, tuple[nn.Module, float]] = {}
+
+    def measure(row: dict[str, Any], mixer: str, seed: int) -> None:
+        if what == "accuracy":
+            measure_accuracy(row, mixer, seed, images, budget, out)
+            return
+        if seed not in teachers:
+            teachers.clear()
+            teachers[seed] = load_teacher(seed, images, budget, out)
+        measure_recovery(row, mixer, seed, images, budget, teachers[seed])
+
+    for seed in seeds:
+        for mixer in mixers:
+            name = {"what": what, "mixer": mixer, "seed": seed, "budget": budget.text(what == "recovery")}
+            yield name, lambda row, mixer=mixer, seed=seed: measure(row, mixer, seed)
+
+
+def complete(budget: Budget, images: Images) -> Budget:
+    """The budget with the number of images there are."""
+    return replace(budget, images=len(images.labels), batch=min(budget.batch, len(images.labels)))
