@@ -33,11 +33,12 @@ class Images:
         self.padded = F.pad(train[0].to(device), (_PADDING,) * 4)
         self.test = test[0].to(device)
         self.labels, self.test_labels = train[1].to(device), test[1].to(device)
+        # Made once: a small tensor that is copied to a GPU waits for all that is queued there.
+        self.mean, self.std = (255 * torch.tensor(c, device=device).view(3, 1, 1) for c in (_MEAN, _STD))
 
     def scaled(self, image: Tensor) -> Tensor:
         """Bytes ``(B, 3, S, S)`` → what a model is given."""
-        mean, std = (torch.tensor(c, device=self.device).view(3, 1, 1) * 255 for c in (_MEAN, _STD))
-        return (image.float() - mean) / std
+        return (image.float() - self.mean) / self.std
 
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Training images, each shifted and mirrored by chance, with their labels."""
