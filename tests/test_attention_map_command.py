@@ -79,6 +79,19 @@ def test_the_page_holds_the_maps(photo, tmp_path):
     assert (tmp_path / "small.html").stat().st_size < (tmp_path / "all.html").stat().st_size
 
 
+def test_why_a_class_on_the_command_line(photo, tmp_path, command):
+    out, page = tmp_path / "why.png", tmp_path / "page.html"
+    options = ["--model", "test_vig", "--size", 96, "--why", out, "--target", 7, "--html", page]
+    code, text, error = command("attention-map", photo, *options)
+    assert code == 0, error
+    assert re.search(r"class 7: probability 0\.0.*, not the class.*better than \d of 3 random orders", text, re.S)
+    assert text.splitlines()[-2:] == [str(page), str(out)]
+    image = np.asarray(Image.open(out).convert("RGB")).astype(int)
+    assert image.shape[1] > 1000
+    assert (abs(image - (214, 78, 12)).max(-1) < 12).sum() > 100  # the curve of what is taken away
+    assert "class 7: probability" in command("attention-map", photo, *options[:-2])[1]
+
+
 def test_titles_cannot_break_the_page(photo, tmp_path):
     maps = scanvas.attention_maps(timm.create_model("test_vig"), photo, -1, size=64)
     text = maps.page(tmp_path / "p.html", title="</script><b>&").read_text(encoding="utf-8")
@@ -154,6 +167,8 @@ def test_overlay_and_mark():
         (["--model", "test_vig", "--layers", "7"], "layers: 7 is none of the 4 that ran"),
         (["--model", "test_vig", "--out", "map.txt"], "--out must end in .png"),
         (["--model", "test_vgi"], "'test_vgi' is no model of timm or scanvas; did you mean"),
+        (["--model", "test_vig", "--target", "3"], "--target is for --why"),
+        (["--model", "test_vig", "--why", "why.png", "--target", "1000"], "target must be a class from 0 to 999"),
         ([], "give either --model.*or --checkpoint"),
         (["--model", "test_convnext"], "no self-attention of ConvNeXt could be recorded"),
     ],

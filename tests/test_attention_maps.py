@@ -14,7 +14,7 @@ from torch import nn
 import scanvas
 from scanvas.backbones.mixers import MIXERS
 from scanvas.backbones.scan import permutation
-from scanvas.train.maps import deletion_insertion, effective_receptive_field, relevance
+from scanvas.train.maps import deletion_insertion, effective_receptive_field, explain, relevance
 from scanvas.train.maps.attribution import METHODS
 from scanvas.train.maps.statistics import decay_lengths, describe
 from scanvas.train.measure import peak_memory
@@ -256,6 +256,33 @@ def test_relevance_beats_chance_by_deletion_and_insertion(mixer, cfg):
             gap[name] += (found["insertion_area"] - found["deletion_area"]).item() / 32
     assert min(gap[method] for method in METHODS) > gap["random"] + 0.08, gap
     assert gap["opposite"] < gap["random"], gap
+    told = [explain(model, images[i : i + 1], int(classes[i]), baseline=-1.0) for i in range(8)]
+    assert sum(x.gain for x in told) / 8 > 0.08
+    assert sum(x.beaten for x in told) > 24 / 2
+    torch.testing.assert_close(told[3].relevance, importance["gradient"][3])
+    torch.testing.assert_close(told[3].rollout, importance["rollout"][3])
+    likely = model(images[3:4]).softmax(-1)[0]
+    assert (told[3].predicted, told[3].probability) == (int(likely.argmax()), pytest.approx(likely[classes[3]].item()))
+
+
+def test_relevance_refuses_what_it_would_be_wrong_about():
+    """A layer without a map, or one that looks through windows, can not be left out of the product."""
+    swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1), embed_dim=12, num_heads=(1, 2))
+    for model, size, message in (
+        (vig("t5"), (24, 40), "relevance needs the map of self-attention.*TTTAttention has no attention map"),
+        (swin, (56, 56), "windows or pooling"),
+        (timm.create_model("test_convnext"), (64, 64), "relevance needs .*; it has no attention"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            relevance(model, torch.randn(1, 3, *size))
+    model = vig()
+    model.pretrained_cfg = {**model.pretrained_cfg, "label_names": ["a", "b", "c", "d", "e"]}
+    assert explain(model, PIXELS, "d").target == explain(model, PIXELS, 3).target == 3
+    for target, message in ((5, "a class from 0 to 4, got 5"), ("x", "no class named 'x'; it knows a, b, c, d, e")):
+        with pytest.raises(ValueError, match=message):
+            explain(model, PIXELS, target)
+    with pytest.raises(ValueError, match="image must be one image"):
+        explain(model, PIXELS.repeat(2, 1, 1, 1))
 
 
 def test_relevance_by_hand():

@@ -11,7 +11,7 @@ import scanvas
 from .config import ModelConfig
 from .errors import CheckpointError, DataError, UserError
 from .evaluate import pick_device
-from .maps import AttentionMaps, attention_maps
+from .maps import AttentionMaps, Explanation, attention_maps, explain
 from .maps.inputs import fixed_size, stride_of
 from .models import build_model, load_classifier
 from .samples import UNREADABLE, read_image
@@ -60,16 +60,22 @@ def look(
     layers: str | None = None,
     out: str | None = None,
     html: str | None = None,
+    why: str | None = None,
+    target: str | None = None,
     heads: bool = True,
     size: int | None = None,
     device: str | None = None,
-) -> tuple[AttentionMaps, list[str]]:
-    """Write the figure ``out`` (``map.png`` if neither is asked for) and the page ``html``; returns the maps and files.
+) -> tuple[AttentionMaps, Explanation | None, list[str]]:
+    """Write the figure ``out`` (``map.png`` if nothing is asked for), the page ``html`` and the figure ``why`` of what
+    speaks for the class ``target``; returns the maps, the explanation and the files.
 
-    Raises UserError for a query, layer or model that is not there, DataError for an unreadable image.
+    Raises UserError for a query, layer, class or model that is not there, DataError for an unreadable image.
     """
     wanted = parse_query(query)
-    for name, path, endings in (("--out", out, (".png", ".pdf", ".svg", ".jpg")), ("--html", html, (".html", ".htm"))):
+    if target is not None and why is None:
+        raise UserError("--target is for --why, the figure of what speaks for a class")
+    figures = (".png", ".pdf", ".svg", ".jpg")
+    for name, path, endings in (("--out", out, figures), ("--why", why, figures), ("--html", html, (".html", ".htm"))):
         if path is not None and Path(path).suffix.lower() not in endings:
             raise UserError(f"{name} must end in {', '.join(endings)}; got {path!r}")
     try:
@@ -88,17 +94,21 @@ def look(
         for layer in maps if wanted != "mean" else ():
             layer.token(maps.query_for(layer))
         chosen = _choose(maps, parse_layers(layers), everything=layers == "all")
+        explanation = None if why is None else explain(built, picture, target, size=size)
     except ValueError as error:
         raise UserError(str(error)) from error
     files = []
     if html is not None:
         page = AttentionMaps(maps.layers if layers is None else chosen, maps.query, maps.picture, maps.skipped)
         files.append(str(page.page(html, title=f"What does each patch of {Path(image).name} look at?")))
-    if out is not None or html is None:
+    if explanation is not None:
+        explanation.plot(why)
+        files.append(why)
+    if out is not None or not files:
         shown = AttentionMaps(chosen, maps.query, maps.picture, maps.skipped)
         shown.plot(out or "map.png", heads=heads)
         files.append(out or "map.png")
-    return maps, files
+    return maps, explanation, files
 
 
 def _choose(maps: AttentionMaps, wanted: list[Any] | None, everything: bool) -> list[Any]:

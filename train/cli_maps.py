@@ -6,13 +6,13 @@ import sys
 
 from .commands import DEVICE, argument, command
 
-_OF_IMAGES = ("model", "checkpoint", "pretrained", "no_heads", "size", "html")
+_OF_IMAGES = ("model", "checkpoint", "pretrained", "no_heads", "size", "html", "why", "target")
 _OF_PIPELINES = ("prompt", "label", "words", "steps", "guidance", "seed", "gif")
 
 
 @command(
     "attention-map",
-    "which tokens does each head look at, and how far: a picture, or a page to move over",
+    "which tokens does each head look at, how far, and why: pictures, or a page to move over",
     argument("image", nargs="?", metavar="IMAGE", help="a photograph of any size and shape"),
     argument("--model", metavar="NAME", help="a timm model, e.g. vig_tiny_patch16_224"),
     argument("--checkpoint", metavar="DIR", help="instead: a directory that training wrote, such as RUN/best"),
@@ -23,6 +23,8 @@ _OF_PIPELINES = ("prompt", "label", "words", "steps", "guidance", "seed", "gif")
     argument("--size", type=int, help="pixels of the longer side; by default those of the image"),
     argument("--out", metavar="PNG", help="the figure; map.png by default, if there is no --html"),
     argument("--html", metavar="HTML", help="a page that needs no network: move over a patch to see what it looks at"),
+    argument("--why", metavar="PNG", help="which patches speak for a class, tested against chance"),
+    argument("--target", metavar="CLASS", help="for --why: number or name; by default the class predicted"),
     argument("--pipeline", metavar="DIR", help="instead of an image: watch a saved pipeline paint one, step by step"),
     argument("--prompt", help="what it paints; maps of each word"),
     argument("--label", help="or the class, by number or name; maps of --query"),
@@ -52,9 +54,11 @@ def _attention_map(args) -> None:
         return
     from .attention_map import look
 
-    same = ("model", "checkpoint", "pretrained", "query", "layers", "out", "html", "size", "device")
-    maps, files = look(args.image, **{name: getattr(args, name) for name in same}, heads=not args.no_heads)
+    same = ("model", "checkpoint", "pretrained", "query", "layers", "out", "html", "why", "target", "size", "device")
+    maps, explanation, files = look(args.image, **{name: getattr(args, name) for name in same}, heads=not args.no_heads)
     print(maps)
+    if explanation is not None:
+        print(explanation)
     if args.checkpoint is None and not args.pretrained:
         print("the weights are random: give --checkpoint or --pretrained to look into a trained model", file=sys.stderr)
     for file in files:

@@ -2,12 +2,14 @@
 
 from .api import AttentionMaps, attention_maps
 from .attribution import deletion_insertion, relevance
+from .explanation import Explanation, explain
 from .layers import LayerMap
 from .receptive import ReceptiveField, effective_receptive_field
 from .steps import StepMaps, attention_over_steps
 
 __all__ = [
     "AttentionMaps",
+    "Explanation",
     "LayerMap",
     "ReceptiveField",
     "StepMaps",
@@ -15,5 +17,6 @@ __all__ = [
     "attention_over_steps",
     "deletion_insertion",
     "effective_receptive_field",
+    "explain",
     "relevance",
 ]

@@ -68,9 +68,14 @@ def relevance(
             x = given.detach().clone().requires_grad_()
             logits = model(x)
         layers = recorder.layers
-        for layer in layers:
-            if layer.grid is None or layer.kind != "self":
-                raise ValueError(f"relevance needs self-attention of known grid in all layers; {layer} has not")
+        without = [f"{name}: {why}" for name, why in recorder.skipped.items()]
+        unfit = (x for x in layers if x.grid is None or x.kind != "self")
+        without += [f"{x.name}: {x.kind}-attention, grid {x.grid}" for x in unfit]
+        if without or not layers:
+            raise ValueError(
+                f"relevance needs the map of self-attention, on a known grid, of all layers of {type(model).__name__}; "
+                f"{'; '.join(without) or 'it has no attention'}"
+            )
         start = int(len(layers) * _FIRST_LAYER) * (method == "token_gradient") if first_layer is None else first_layer
         if not -len(layers) <= start < len(layers):
             raise ValueError(f"first_layer must be from {-len(layers)} to {len(layers) - 1}, got {start}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from .api import AttentionMaps
 
 MOST_HEADS = 6
+_LINE = 0.14  # inches
+_LETTERS_PER_INCH = 18.5  # of small print
 _NOTE = (
     "Yellow: most weight; grey: least; blue: negative. Under a panel: the range of the weights as multiples of their "
     "average size; reach = mean distance of what is looked at, in patches; decay = tokens until a scan has forgotten "
@@ -38,11 +41,6 @@ def draw(
         ValueError: there is no picture, or the layers look at text only.
         ImportError: matplotlib is not installed.
     """
-    import matplotlib
-
-    matplotlib.use("agg", force=False)
-    from matplotlib.figure import Figure
-
     if maps.picture is None:
         raise ValueError("there is no picture to draw on: the model was given no image and no latents")
     layers = [layer for layer in maps if layer.kind == "self" and layer.grid is not None]
@@ -53,31 +51,31 @@ def draw(
     columns = 1 + max(len(row) for row in panels)
     ratio = maps.picture.height / maps.picture.width
     width = 2.3
-    height = (width * ratio + 0.48) * len(layers) + 1.0
-    figure = Figure(figsize=(width * columns, height), dpi=110, layout="none")
-    figure.patch.set_facecolor("white")
+    below = 0.24 + _LINE * len(_lines(_NOTE, width * columns))
+    height = (width * ratio + 0.48) * len(layers) + 0.64 + below
+    figure = new_figure(width * columns, height)
     grid = figure.add_gridspec(
         len(layers),
         columns,
         left=0.012,
         right=0.988,
         top=1 - 0.62 / height,
-        bottom=0.42 / height,
+        bottom=(0.06 + below) / height,
         wspace=0.05,
         hspace=0.30,
     )
     asked = maps.query if query is None else query
     figure.suptitle(title or f"What {_words(asked)} looks at", x=0.012, ha="left", y=1 - 0.12 / height, fontsize=13)
-    figure.text(0.012, 0.12 / height, _NOTE, fontsize=7.5, color="0.35")
+    text_below(figure, _NOTE)
     for i, (layer, row) in enumerate(zip(layers, panels)):
         place = maps.query_for(layer, query)
         first = figure.add_subplot(grid[i, 0])
         first.imshow(mark(maps.picture, place, layer.grid))
-        _caption(first, layer.name, f"{layer.grid[0]}×{layer.grid[1]} patches" + _of_layer(told[i]))
+        caption(first, layer.name, f"{layer.grid[0]}×{layer.grid[1]} patches" + _of_layer(told[i]))
         for j, (name, values, note) in enumerate(row):
             axes = figure.add_subplot(grid[i, 1 + j])
             axes.imshow(mark(overlay(maps.picture, values, signed=layer.signed), place, layer.grid))
-            _caption(axes, name, note)
+            caption(axes, name, note)
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
@@ -91,7 +89,33 @@ def _words(query: Any) -> str:
     return f"token {query}" if isinstance(query, int) else f"the patch in row {query[0]}, column {query[1]}"
 
 
-def _caption(axes, title: str, note: str) -> None:
+def new_figure(width: float, height: float):
+    """An empty white matplotlib figure, inches.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("agg", force=False)
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=110, layout="none", facecolor="white")
+
+
+def _lines(text: str, width: float) -> list[str]:
+    """Small print, in lines for a figure of that many inches."""
+    return textwrap.wrap(text, int(width * _LETTERS_PER_INCH))
+
+
+def text_below(figure, text: str) -> None:
+    """Small print at the foot of a figure."""
+    lines = "\n".join(_lines(text, figure.get_figwidth()))
+    figure.text(0.012, 0.12 / figure.get_figheight(), lines, fontsize=7.5, color="0.35", va="bottom", linespacing=1.25)
+
+
+def caption(axes, title: str, note: str) -> None:
+    """Title above and a note below a picture, and no axes."""
     axes.set_xticks([])
     axes.set_yticks([])
     for spine in axes.spines.values():
