@@ -4,12 +4,14 @@ from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import ClassifierHead, LayerNorm2d, get_device_dtype, to_2tuple
+from timm.layers import ClassifierHead, get_device_dtype, to_2tuple
 from timm.models import build_model_with_cfg
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_input_size
 from timm.models._manipulate import checkpoint
 from torch import Tensor, nn
+
+from .norm import LayerNorm2d
 
 __all__ = ["Stage", "StagedBackbone", "build_staged", "staged_cfg"]
 
@@ -47,19 +49,29 @@ class StagedBackbone(nn.Module):
     depends on the size of its images."""
 
     def _make_head(
-        self, in_chans: int, num_classes: int, dims: list[int], global_pool: str, drop_rate: float, **factory
+        self,
+        in_chans: int,
+        num_classes: int,
+        dims: list[int],
+        global_pool: str,
+        drop_rate: float,
+        norm: nn.Module | None = None,
+        width: int | None = None,
+        **factory,
     ) -> None:
-        """Norm, classifier and what timm reads; ``dims`` are the widths of the stages."""
+        """Norm, classifier and what timm reads; ``dims`` are the widths of the stages. A ``norm`` other than LayerNorm
+        may change the width of the last to ``width``."""
+        width = dims[-1] if width is None else width
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.embed_dim = dims[0]
-        self.num_features = self.head_hidden_size = dims[-1]
+        self.num_features = self.head_hidden_size = width
         self.num_prefix_tokens = 0
         self.feature_info = [
             {"module": f"stages.{i}", "num_chs": dim, "reduction": 4 * 2**i} for i, dim in enumerate(dims)
         ]
-        self.norm = LayerNorm2d(dims[-1], eps=1e-5, **factory)
-        self.head = ClassifierHead(dims[-1], num_classes, pool_type=global_pool, drop_rate=drop_rate, **factory)
+        self.norm = LayerNorm2d(width, eps=1e-5, **factory) if norm is None else norm
+        self.head = ClassifierHead(width, num_classes, pool_type=global_pool, drop_rate=drop_rate, **factory)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:

@@ -25,6 +25,7 @@ CASES = [
     ("cosformer", {"positions": "2d"}),
     ("focused", {"grid_size": None, "kernel_size": 0, "power": 2.0}),
     ("inline", {"local": False}),
+    ("gated_softmax", {"out_norm": True}),
     ("mala", {"rope": False, "gated": False, "kernel_size": 0}),
     ("mlla", {"rope": False, "gated": False, "local": False}),
     ("retention", {"gate": True, "rope": True, "kernel_size": 0}),

@@ -7,6 +7,7 @@ from .base import TokenConv, TokenMixer
 from .cosformer import CosformerAttention
 from .flow import FlowAttention
 from .focused import FocusedAttention
+from .gated_softmax import GatedSoftmaxAttention
 from .gdn import GatedDeltaNet
 from .gdn2 import GatedDeltaNet2
 from .gla import GatedLinearAttention
@@ -38,6 +39,7 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "cosformer": CosformerAttention,
     "flow": FlowAttention,
     "focused": FocusedAttention,
+    "gated_softmax": GatedSoftmaxAttention,
     "gdn": GatedDeltaNet,
     "gdn2": GatedDeltaNet2,
     "gla": GatedLinearAttention,

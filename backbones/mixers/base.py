@@ -25,6 +25,7 @@ def rms_factor(x: Tensor, eps: float) -> Tensor:
     return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
+@register_notrace_module
 class TokenConv(nn.Conv2d):
     """Depthwise k×k convolution with zero padding on image tokens.
 

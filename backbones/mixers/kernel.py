@@ -2,12 +2,12 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from scanvas.kernels.dispatch import outside_autocast
 from scanvas.kernels.linear import attention_matrix, linear_attention
 
-from .base import TokenMixer
+from .base import TokenMixer, rms_factor
 
 
 def full(x: Tensor) -> Tensor:
@@ -44,6 +44,15 @@ def affine_matrix(
         offset = None if offset is None else offset[:, rows]
     matrix = torch.einsum("brhd,bnhd->bhrn", full(q), full(k)) * full(row).transpose(1, 2)
     return matrix if offset is None else matrix + full(offset).transpose(1, 2)
+
+
+def gate_normed(parts: dict[str, Tensor], norm: nn.LayerNorm, gate: Tensor) -> dict[str, Tensor]:
+    """The addends of ``gate ⊙ norm(sum of parts)``: each part by the factor of the sum, and the norm's bias."""
+    if not parts:
+        return {}
+    centred = {name: part - part.mean(-1, keepdim=True) for name, part in parts.items()}
+    factor = gate * norm.weight * rms_factor(sum(centred.values()), norm.eps)
+    return {name: part * factor for name, part in centred.items()} | {"bias": gate * norm.bias}
 
 
 class KernelMixer(TokenMixer):

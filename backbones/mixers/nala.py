@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from scanvas.backbones.rope import apply_rope
 from scanvas.kernels.dispatch import outside_autocast
 
-from .base import rms_factor
-from .kernel import KernelMixer, full
+from .kernel import KernelMixer, full, gate_normed
 
 
 @outside_autocast
@@ -92,10 +91,4 @@ class NaLaAttention(KernelMixer):
         return self.to_out(self.out_norm(out) * self.gate(x))
 
     def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
-        parts = self.addends(x, grid, prefix)
-        if not parts:
-            return {}
-        centred = {name: part - part.mean(-1, keepdim=True) for name, part in parts.items()}
-        gate = self.gate(x)
-        factor = gate * self.out_norm.weight * rms_factor(sum(centred.values()), self.out_norm.eps)
-        return {name: part * factor for name, part in centred.items()} | {"bias": gate * self.out_norm.bias}
+        return gate_normed(self.addends(x, grid, prefix), self.out_norm, self.gate(x))

@@ -72,11 +72,12 @@ class SoftmaxAttention(TokenMixer):
     def attention_map(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
         q, k, _ = self._qkv(x, grid, prefix)
         q = q if rows is None else q[:, rows]
-        return _softmax_map(q, k)
+        return softmax_map(q, k)
 
 
 @outside_autocast
-def _softmax_map(q: Tensor, k: Tensor) -> Tensor:
+def softmax_map(q: Tensor, k: Tensor) -> Tensor:
+    """``softmax(d^-½ q kᵀ)`` of ``(B, R, H, d)`` and ``(B, N, H, d)``: ``(B, H, R, N)``, float32 or float64."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = torch.einsum("brhd,bnhd->bhrn", q.to(dtype), k.to(dtype)) * q.shape[-1] ** -0.5
     return scores.softmax(-1)
