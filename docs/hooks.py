@@ -186,11 +186,15 @@ def _mixer_page(name: str, cost: dict[int, float]) -> str:
         f"- source: `{_source(cls)}`" + (f", paper: <{cls.paper}>" if cls.paper else ""),
     ]
     ratio = cost[4096] / cost[1024]
+    example = (
+        f'import scanvas, timm\n\nmixer = scanvas.create_mixer("{name}", dim=192, num_heads=3)\n'
+        f'model = timm.create_model("vig_tiny_patch16_224", mixer="{name}")\n'
+    )
+    exec(compile(example, f"mixers/{name}.md", "exec"), {})  # what a page shows has run
     lines = [
         f"# {name}",
         _summary(cls),
-        f'```python\nmixer = scanvas.create_mixer("{name}", dim=192, num_heads=3)\n'
-        f'model = timm.create_model("vig_tiny_patch16_224", mixer="{name}")\n```',
+        f"```python\n{example}```",
         "## What it looks at",
     ]
     if cls.has_map:
@@ -209,7 +213,8 @@ def _mixer_page(name: str, cost: dict[int, float]) -> str:
         "## Facts",
         "\n".join(facts),
         "## Class",
-        f"::: {cls.__module__}.{cls.__name__}\n    options:\n      show_root_heading: true\n      members: false",
+        f"::: {cls.__module__}.{cls.__name__}\n    options:\n      show_root_heading: true\n      members: false\n"
+        "      show_docstring_description: false",
     ]  # fmt: skip
     return "\n\n".join(lines) + "\n"
 

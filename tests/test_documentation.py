@@ -1,33 +1,94 @@
-"""Every Python block of the documentation runs, top to bottom, as a reader would paste it."""
+"""The documentation says what is true: its examples run, its commands and options exist, its links lead somewhere.
+
+There is no network here: of addresses elsewhere only the form is checked.
+"""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from scanvas.backbones.mixers import MIXERS
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+SOURCES = [
+    path
+    for pattern in ("*.md", "*.toml", "*.yml", "docs/*", *(f"{d}/**/*" for d in ("backbones", "configs", "diffusion")))
+    for path in ROOT.glob(pattern)
+] + [path for d in ("kernels", "notebooks", "scanvas", "tests", "train") for path in ROOT.glob(f"{d}/**/*")]
+SOURCES = [path for path in SOURCES if path.suffix in (".html", ".ipynb", ".md", ".py", ".toml", ".yaml", ".yml")]
 
 
-def blocks(page: Path):
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The fenced blocks that are marked as one of these."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [text for language, text in found if language in languages]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
+    """Top to bottom, as a reader would paste them."""
     monkeypatch.chdir(tmp_path)
-    if not blocks(page):
+    if not blocks(page, "python"):
         pytest.skip("no Python in it")
-    for block in blocks(page):
+    for block in blocks(page, "python"):
         exec(compile(block, str(page), "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_links_to_files_lead_somewhere(page):
-    text = page.read_text(encoding="utf-8")
-    targets = [t for t in re.findall(r"\]\(([^)#\s]+)\)", text) if "://" not in t]
-    missing = [t for t in targets if not (page.parent / t).exists()]
-    assert not missing
+def slugs(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_links_to_files_and_headings_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        assert not anchor or anchor in slugs(file), target
+
+
+ADDRESSES = {  # what an address may look like, by host
+    "arxiv.org": r"/abs/\d{4}\.\d{4,5}(v\d+)?",
+    "github.com": r"/[\w-]+/[\w.-]+(/(blob|tree|issues|pull|releases)/[\w./#-]+)?",
+    "huggingface.co": r"/[\w-]+/[\w.-]+",
+    "keepachangelog.com": r"(/en/[\d.]+/?)?",
+    "semver.org": r"/?",
+}
+
+
+def test_addresses_elsewhere_are_well_formed():
+    wrong = []
+    for path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        for scheme, host, rest in re.findall(r"(https?)://([\w.-]*\w)((?:/[^\s)>\]\"'`\\,]*)?)", text):
+            known = re.fullmatch(ADDRESSES.get(host, r"(?!)"), rest.rstrip(".;:"))
+            if (scheme != "https" or not known) and not host.startswith(("example.", "127.", "localhost")):
+                wrong.append(f"{path.relative_to(ROOT)}: {scheme}://{host}{rest}")
+    assert not wrong
+    assert all(cls.paper.startswith("https://") for cls in MIXERS.values())
+
+
+def test_papers_have_numbers_that_arxiv_gives():
+    """YYMM.NNNNN, five digits from 2015 on, before that four; never a month that does not exist."""
+    found = {}
+    for path in SOURCES:
+        for number in re.findall(r"arxiv(?:\.org/abs/|:\s?)([\d.]*\d)", path.read_text(encoding="utf-8"), re.I):
+            found.setdefault(number, path)
+    assert len(found) > 50
+    for number, path in found.items():
+        year, month, serial = int(number[:2]), int(number[2:4]), number[5:]
+        assert number[4] == ".", (number, path)
+        assert year >= 7, (number, path)
+        assert 1 <= month <= 12, (number, path)
+        assert len(serial) == (5 if year >= 15 else 4), (number, path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -35,7 +96,24 @@ def test_commands_exist(page):
     from scanvas.train.cli import COMMANDS
 
     text = page.read_text(encoding="utf-8")
-    kinds = "classify|denoisers|denoise|distill|ops|models|linearize"
+    kinds = "classify|denoisers|denoise|distill|ops|models|linearize|mixers"
     used = set(re.findall(rf"(?:^|`)scanvas ([a-z-]+(?: (?:{kinds})\b)?)", text, flags=re.M))
     known = set(COMMANDS) | {name.split()[0] for name in COMMANDS}
     assert not used - known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_command_lines_can_be_parsed(page):
+    """Options are those of the command, with values that it takes. Abbreviations would parse, so they are looked up."""
+    from scanvas.train.cli import COMMANDS, _parser, _with_defaults
+
+    fenced = "\n".join(blocks(page, "", "bash", "text"))
+    for line in re.findall(r"^scanvas (.*)$", re.sub(r"\\\n", " ", fenced), re.M):
+        words = _with_defaults(shlex.split(line, comments=True))
+        arguments = COMMANDS[" ".join(words[:2])] if " ".join(words[:2]) in COMMANDS else COMMANDS[words[0]]
+        options = {flag for flags, _ in arguments[2] for flag in flags}
+        assert not {word.split("=")[0] for word in words if word.startswith("--")} - options, line
+        try:
+            _parser().parse_args(words)
+        except SystemExit as stop:
+            pytest.fail(f"{line}: {stop}")

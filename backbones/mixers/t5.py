@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from scanvas.kernels.dispatch import outside_autocast
 
-from .base import TokenConv, TokenMixer
+from .base import TokenMixer
 
 
 @outside_autocast
@@ -99,8 +99,11 @@ class InnerNetwork(nn.Module):
 
 
 class TTTAttention(TokenMixer):
-    """``f_{W − ∇}(q)`` of ``train_and_apply`` (T⁵, arXiv:2605.02772): softmax attention read as a network whose
-    hidden layer is made of all keys, and replaced by one of fixed width. ``O(N)`` in time.
+    """``f_{W − ∇}(q)`` with ``f_W(u) = (SiLU(u W₁) ⊙ u W₂) W₃`` and ∇ the gradient at W of ``−d^-½ mean_n ⟨f_W(k_n),
+    v_n⟩``: a network per head, which one step of gradient descent fits to the keys and values. ``O(N)`` in time.
+
+    T⁵ (arXiv:2605.02772): softmax attention read as a network whose hidden layer is made of all keys, and replaced by
+    one of fixed width; see ``train_and_apply``.
 
     Keys are normalised over the tokens, per channel; then a depthwise 3×3 convolution is added to queries and to keys.
 
@@ -131,13 +134,11 @@ class TTTAttention(TokenMixer):
         dtype=None,
     ):
         super().__init__(dim, num_heads, fused_projections=fused_projections)
-        if kernel_size and (kernel_size < 0 or kernel_size % 2 == 0):
-            raise ValueError(f"kernel_size must be odd, or 0 for no convolutions; got {kernel_size}")
         factory = {"device": device, "dtype": dtype}
         self.make_projections(dim, dim, bias=qkv_bias, proj_drop=proj_drop, **factory)
         self.inner = InnerNetwork(num_heads, dim // num_heads, **factory)
-        self.q_conv = TokenConv(dim, kernel_size, **factory) if kernel_size else None
-        self.k_conv = TokenConv(dim, kernel_size, **factory) if kernel_size else None
+        self.q_conv = self.local_conv(dim, kernel_size, **factory)
+        self.k_conv = self.local_conv(dim, kernel_size, **factory)
 
     def attend(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         q, k, v = self.qkv(x)
