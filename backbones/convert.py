@@ -168,7 +168,7 @@ def _fit_places(state_dict: dict[str, Tensor], model: nn.Module) -> None:
         if not isinstance(module, PlaceParameter) or key not in state_dict:
             continue
         given, wanted = state_dict[key], module.weight.shape
-        if given.ndim == 3 and len(given) == len(wanted) and given.shape != wanted:
+        if given.ndim == 3 and len(given) == wanted[0] and given.shape != wanted:
             resized = F.interpolate(given[None].float(), size=tuple(wanted[1:]), mode="bilinear", align_corners=False)
             state_dict[key] = resized[0].to(given.dtype)
 

@@ -185,13 +185,17 @@ def convert_deit_checkpoint(state_dict: dict, model: nn.Module) -> dict[str, Ten
     return fit_checkpoint(converted, model)
 
 
-def _create(variant: str, pretrained: bool, mixer: str, options: dict[str, Any] | None = None, **kwargs) -> LinearDeit:
-    """``options`` are the keywords of the model's own mixer; another one does not get them."""
-    if kwargs.setdefault("mixer", mixer) == mixer:
-        kwargs["mixer_kwargs"] = {**(options or {}), **(kwargs.get("mixer_kwargs") or {})}
+def _create(variant: str, pretrained: bool, own: tuple[str, dict[str, Any]], **kwargs) -> LinearDeit:
+    """``own`` is the model's mixer and its keywords, which another mixer does not get."""
+    name, options = own
+    if kwargs.setdefault("mixer", name) == name:
+        kwargs["mixer_kwargs"] = {**options, **(kwargs.get("mixer_kwargs") or {})}
     return build_plain(LinearDeit, variant, pretrained, convert_deit_checkpoint, **kwargs)
 
 
+_FLATTEN = ("focused", {})
+_AGENT = ("agent", {"prefix_bias": True})
+_INLINE = ("inline", {})
 _SIZES = ["flatten_deit_tiny", "flatten_deit_small", "agent_deit_tiny", "agent_deit_small", "agent_deit_base"]
 default_cfgs = generate_default_cfgs(
     {
@@ -209,28 +213,28 @@ def flatten_deit_tiny(pretrained: bool = False, **kwargs) -> LinearDeit:
     """FLatten-DeiT-T (arXiv:2308.00442, fig. 6), linear in all layers: the softmax that FLatten's released models keep
     is in the late stages of staged ones."""
     args = {"embed_dim": 192, "depth": 12, "num_heads": 3, **kwargs}
-    return _create("flatten_deit_tiny", pretrained, "focused", **args)
+    return _create("flatten_deit_tiny", pretrained, _FLATTEN, **args)
 
 
 @register_model
 def flatten_deit_small(pretrained: bool = False, **kwargs) -> LinearDeit:
     """FLatten's attention in DeiT-S, a size that the paper does not have."""
     args = {"embed_dim": 384, "depth": 12, "num_heads": 6, **kwargs}
-    return _create("flatten_deit_small", pretrained, "focused", **args)
+    return _create("flatten_deit_small", pretrained, _FLATTEN, **args)
 
 
 @register_model
 def agent_deit_tiny(pretrained: bool = False, **kwargs) -> LinearDeit:
     """Agent-DeiT-T (arXiv:2312.08874, table 1)."""
     args = {"embed_dim": 192, "depth": 12, "num_heads": 3, **kwargs}
-    return _create("agent_deit_tiny", pretrained, "agent", {"prefix_bias": True}, **args)
+    return _create("agent_deit_tiny", pretrained, _AGENT, **args)
 
 
 @register_model
 def agent_deit_small(pretrained: bool = False, **kwargs) -> LinearDeit:
     """Agent-DeiT-S; with ``img_size=448`` the paper's model for that size."""
     args = {"embed_dim": 384, "depth": 12, "num_heads": 6, **kwargs}
-    return _create("agent_deit_small", pretrained, "agent", {"prefix_bias": True}, **args)
+    return _create("agent_deit_small", pretrained, _AGENT, **args)
 
 
 @register_model
@@ -238,32 +242,32 @@ def agent_deit_base(pretrained: bool = False, **kwargs) -> LinearDeit:
     """Agent-DeiT-B: agent attention, of 81 agents, in the first four layers, softmax in the others; with
     ``all_linear=True`` agents everywhere."""
     args = {"embed_dim": 768, "depth": 12, "num_heads": 12, "linear_layers": 4, **kwargs}
-    return _create("agent_deit_base", pretrained, "agent", {"prefix_bias": True, "agent_size": 9}, **args)
+    return _create("agent_deit_base", pretrained, ("agent", {"prefix_bias": True, "agent_size": 9}), **args)
 
 
 @register_model
 def inline_deit_tiny(pretrained: bool = False, **kwargs) -> LinearDeit:
     """InLine-DeiT-T (arXiv:2412.06590, table 4): 224 pixels, heads of 32."""
     args = {"embed_dim": 192, "depth": 12, "num_heads": 6, **kwargs}
-    return _create("inline_deit_tiny", pretrained, "inline", **args)
+    return _create("inline_deit_tiny", pretrained, _INLINE, **args)
 
 
 @register_model
 def inline_deit_small(pretrained: bool = False, **kwargs) -> LinearDeit:
     """InLine-DeiT-S: narrower than DeiT-S, for 288 pixels."""
     args = {"img_size": 288, "embed_dim": 320, "depth": 12, "num_heads": 10, **kwargs}
-    return _create("inline_deit_small", pretrained, "inline", **args)
+    return _create("inline_deit_small", pretrained, _INLINE, **args)
 
 
 @register_model
 def inline_deit_base(pretrained: bool = False, **kwargs) -> LinearDeit:
     """InLine-DeiT-B: narrower than DeiT-B, for 448 pixels."""
     args = {"img_size": 448, "embed_dim": 384, "depth": 12, "num_heads": 12, **kwargs}
-    return _create("inline_deit_base", pretrained, "inline", **args)
+    return _create("inline_deit_base", pretrained, _INLINE, **args)
 
 
 @register_model
 def test_agent_deit(pretrained: bool = False, **kwargs) -> LinearDeit:
-    """A tiny Agent-DeiT for tests: 64 channels, 4 blocks, the last of softmax."""
-    args = {"img_size": 160, "embed_dim": 64, "depth": 4, "num_heads": 2, "linear_layers": 3, **kwargs}
-    return _create("test_agent_deit", pretrained, "agent", {"prefix_bias": True}, **args)
+    """A tiny Agent-DeiT for tests: 64 channels, 4 blocks, the last two of softmax."""
+    args = {"img_size": 160, "embed_dim": 64, "depth": 4, "num_heads": 2, "linear_layers": 2, **kwargs}
+    return _create("test_agent_deit", pretrained, _AGENT, **args)

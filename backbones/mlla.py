@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import ConvNormAct, Mlp, calculate_drop_path_rates, register_notrace_module
+from timm.layers import ConvNormAct, Mlp, calculate_drop_path_rates
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
@@ -57,13 +57,8 @@ class Merge(nn.Module):
         return self.reduce(self.act(self.conv(self.act(self.expand(x)))))
 
 
-@register_notrace_module
-class PositionConv(TokenConv):
-    """The depthwise 3×3 convolution which tells tokens where they are (CPVT, arXiv:2102.10882); a node for tracers."""
-
-
 class MllaBlock(Block):
-    """``x + DWConv(x)``, then ``x + mixer(norm(x))``, and once more with the feed-forward (fig. 3 of the paper).
+    """``x + DWConv3×3(x)``, then ``x + mixer(norm(x))``, and once more with the feed-forward (fig. 3 of the paper).
 
     The mixer ``mlla`` holds what the figure has between the two norms: both projections of the input, the convolution
     with SiLU, the attention, the gate and the output projection. Arguments as for ``Block``.
@@ -72,13 +67,13 @@ class MllaBlock(Block):
     def __init__(self, dim: int, num_heads: int, mlp_hidden: int, **kwargs):
         super().__init__(dim, num_heads, mlp_hidden, **kwargs)
         factory = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
-        self.cpe1 = PositionConv(dim, **factory)
-        self.cpe2 = PositionConv(dim, **factory)
+        self.cpe1 = TokenConv(dim, **factory)
+        self.cpe2 = TokenConv(dim, **factory)
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """``(B, H·W, C)`` → the same shape."""
         x = x + self.cpe1(x, grid)
-        x = x + self.drop_path(self.mixer(self.norm1(x), grid))
+        x = x + self.drop_path(self.mixer(self.norm1(x), grid, 0))
         x = x + self.cpe2(x, grid)
         return x + self.drop_path(self.mlp(self.norm2(x)))
 

@@ -36,15 +36,34 @@ SIZES = {  # millions of parameters, to three digits
     "nalaformer_small": 25.7,
     "nalaformer_base": 52.0,
     "nalaformer_large": 95.4,
+    # Published as 25, 43 and 96; 24.39, 43.02 and 95.98 by the shapes of their layers.
+    "mlla_tiny": 24.4,
+    "mlla_small": 43.0,
+    "mlla_base": 96.0,
+    # Published as 6.1; FLatten's paper has no small model.
+    "flatten_deit_tiny": 6.19,
+    "flatten_deit_small": 23.0,
+    # Published as 6.0, 22.7 and 87.2.
+    "agent_deit_tiny": 6.02,
+    "agent_deit_small": 22.6,
+    "agent_deit_base": 87.2,
+    # Published as 6.5, 16.7 and 23.8.
+    "inline_deit_tiny": 6.48,
+    "inline_deit_small": 16.7,
+    "inline_deit_base": 23.8,
 }
 PYRAMIDS = ["test_ravlt", "test_mavit", "test_nalaformer"]
-STAGED = ["test_vig_h", *PYRAMIDS]
-SMALL = ["test_vig", *STAGED]
+WITH_BATCHNORM = [*PYRAMIDS, "test_mlla"]
+STAGED = ["test_vig_h", *WITH_BATCHNORM]
+PLAIN = ["test_vig", "test_agent_deit"]
+SMALL = [*PLAIN, *STAGED]
 FORMS = [
     *[(name, {"mixer": mixer}) for name in ("test_vig", "test_vig_h") for mixer in TYPICAL],
     ("test_ravlt", {}),
     ("test_mavit", {"all_linear": True}),
     ("test_nalaformer", {}),
+    ("test_mlla", {}),
+    ("test_agent_deit", {}),
 ]
 """Models with the mixers that are tried in them; a paper's own architecture with its own."""
 HALF = {torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
@@ -59,7 +78,7 @@ def build(name, **kwargs):
         for parameter in model.parameters():
             if parameter.ndim == 1 and parameter.device.type != "meta":
                 parameter.add_(0.3 * torch.randn_like(parameter))
-            elif name in PYRAMIDS and parameter.device.type != "meta":
+            elif name in WITH_BATCHNORM and parameter.device.type != "meta":
                 # As they start, weights of 0.02 rely on BatchNorm to keep what passes their convolutions alive.
                 parameter.normal_(std=parameter[0].numel() ** -0.5)
     return model
@@ -161,12 +180,13 @@ def test_any_rectangle(name, kwargs, size):
         ((4, 96), r"height.*got 4 .*nearest size is 8"),
     ],
 )
-def test_indivisible_size_names_the_nearest(size, message):
-    model = build("test_vig")
+@pytest.mark.parametrize("name", PLAIN)
+def test_indivisible_size_names_the_nearest(name, size, message):
+    model = build(name)
     with pytest.raises(ValueError, match=message):
         model(images(1, 3, *size))
     with pytest.raises(ValueError, match=message):
-        build("test_vig", img_size=size)
+        build(name, img_size=size)
     with pytest.raises(ValueError, match=message):
         model.set_input_size(size)
     assert model.grid_size == [8, 12]  # a refused size changes nothing
@@ -182,9 +202,10 @@ def test_dynamic_img_size_off_refuses_another_size_and_changes_nothing_at_its_ow
 
 
 @pytest.mark.parametrize("size", [(96, 64), (64, 64), (128, 48)])
-def test_set_input_size_is_what_dynamic_size_does(size):
+@pytest.mark.parametrize("name", PLAIN)
+def test_set_input_size_is_what_dynamic_size_does(name, size):
     """From rectangle to rectangle, also to one of as many places."""
-    model = build("test_vig")
+    model = build(name)
     x = images(1, 3, *size)
     expected = model(x)
     model.set_input_size(size)
@@ -229,8 +250,9 @@ def test_forward_intermediates_equal_hooks(name, kwargs):
         seen.clear()
         early = model.forward_intermediates(x, indices=[0, 1], stop_early=True, intermediates_only=True)
     assert len(seen) == 2  # the rest was not computed
+    prefix = model.num_prefix_tokens
     if name not in STAGED:
-        expected = [y.transpose(1, 2).unflatten(2, (5, 9)) for y in expected]
+        expected = [y[:, prefix:].transpose(1, 2).unflatten(2, (5, 9)) for y in expected]
     assert len(got) == len(layers)
     for a, b, info in zip(got, expected, model.feature_info):
         torch.testing.assert_close(a, b, atol=0, rtol=0)
@@ -241,12 +263,13 @@ def test_forward_intermediates_equal_hooks(name, kwargs):
         torch.testing.assert_close(a, b, atol=0, rtol=0)
     torch.testing.assert_close(final, model.forward_features(x))
     last = model.forward_intermediates(x, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True)
-    normed = final if name in STAGED else final.transpose(1, 2).unflatten(2, (5, 9))
+    normed = final if name in STAGED else final[:, prefix:].transpose(1, 2).unflatten(2, (5, 9))
     torch.testing.assert_close(last[0], normed)
 
 
-def test_forward_intermediates_forms_of_the_plain_model():
-    model = build("test_vig", class_token=True)
+@pytest.mark.parametrize("name", PLAIN)
+def test_forward_intermediates_forms_of_the_plain_models(name):
+    model = build(name, class_token=True)
     x = images(1, 3, 40, 72)
     maps = model.forward_intermediates(x, indices=2, intermediates_only=True)
     tokens = model.forward_intermediates(x, indices=2, output_fmt="NLC", intermediates_only=True)
@@ -265,13 +288,12 @@ def test_forward_intermediates_forms_of_the_plain_model():
 def test_features_only(name, kwargs):
     whole, indices = build(name, **kwargs).double(), (0, 2)
     model = build(name, **kwargs, features_only=True, out_indices=indices).double()
-    missing = model.load_state_dict(
-        {
-            k.replace("stages.", "stages_", 1).replace("stem.", "stem_", 1) if name in STAGED else f"model.{k}": v
-            for k, v in whole.state_dict().items()
-        },
-        strict=False,
-    ).missing_keys
+    # timm names what lies in a Sequential by its place in it; MLLA's stem is none.
+    flat = ("stages.",) if name == "test_mlla" else ("stages.", "stem.")
+    state = whole.state_dict() if name in STAGED else {f"model.{k}": v for k, v in whole.state_dict().items()}
+    for part in flat:
+        state = {k.replace(part, part[:-1] + "_", 1) if k.startswith(part) else k: v for k, v in state.items()}
+    missing = model.load_state_dict(state, strict=False).missing_keys
     assert not missing
     x = images(2, 3, 64, 80, dtype=torch.float64)
     expected = whole.forward_intermediates(x, indices=list(indices), intermediates_only=True)
@@ -303,7 +325,7 @@ def test_reset_classifier(name):
     features = model.forward_features(x)
     pooled = model.forward_head(features, pre_logits=True)
     dims = (1,) if name not in STAGED else (2, 3)
-    torch.testing.assert_close(pooled, features.mean(dims))
+    torch.testing.assert_close(pooled, features[:, 0] if model.num_prefix_tokens else features.mean(dims))
     torch.testing.assert_close(model(x), model.get_classifier()(pooled))
     model.reset_classifier(0)
     torch.testing.assert_close(model(x), pooled)
@@ -314,8 +336,10 @@ def test_reset_classifier(name):
     assert model.num_classes == 5
     assert not any(module.training for module in model.modules())  # a new head is in the mode of the model
     model.reset_classifier(3)
-    torch.testing.assert_close(model.forward_head(features, pre_logits=True), features.amax(dims))
+    image = features if name in STAGED else features[:, model.num_prefix_tokens :]
+    torch.testing.assert_close(model.forward_head(features, pre_logits=True), image.amax(dims))
     if name not in STAGED:
+        model = build(name, class_token=False, global_pool="avg")
         with pytest.raises(ValueError, match="global_pool='token' needs class_token=True"):
             model.reset_classifier(3, "token")
         with pytest.raises(ValueError, match=r"global_pool must be one of.*got 'median'"):
@@ -334,7 +358,7 @@ def test_reset_classifier(name):
     ("name", "kwargs"),
     [
         *[(name, {"mixer": mixer}) for name in ("test_vig", "test_vig_h") for mixer in MIXERS],
-        *[form for form in FORMS if form[0] in PYRAMIDS],
+        *[form for form in FORMS if form[0] not in ("test_vig", "test_vig_h")],
     ],
 )
 def test_every_parameter_gets_a_gradient(name, kwargs):
@@ -363,22 +387,25 @@ def test_checkpointing_gives_equal_gradients(name, kwargs):
         saved.append(size)
         loss.backward()
         gradients.append([p.grad for p in model.parameters()])
-    assert saved[1] < saved[0] / 3  # it does save memory
+    # It does save memory. MLLA's stem and merging are not done twice: their BatchNorm would count the batch twice.
+    assert saved[1] < saved[0] / (2 if name == "test_mlla" else 3)
     for a, b in zip(*gradients):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"class_token": True, "rope": True}])
 def test_train_equals_eval(name, kwargs):
-    """But for BatchNorm, which pyramids have outside of their blocks."""
+    """But for BatchNorm, which pyramids and MLLA have outside of their blocks."""
     if name in STAGED:
         kwargs = {"mixer_kwargs": {"rope": "rope" in kwargs}}
+    elif name == "test_agent_deit":
+        kwargs = {"class_token": "class_token" in kwargs, "global_pool": "avg"}
     model = build(name, **kwargs)
     x = images(2, 3, 40, 72)
     expected = model(x)
     model.train()
     norms = [module.eval() for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-    assert len(norms) == (8 if name in PYRAMIDS else 0)
+    assert len(norms) == (8 if name in WITH_BATCHNORM else 0)
     torch.testing.assert_close(model(x), expected, atol=0, rtol=0)
 
 
@@ -429,7 +456,7 @@ def test_meta_device_and_dtype_reach_every_tensor(name, kwargs):
     kwargs = kwargs if name in STAGED else {**kwargs, "class_token": True}
     model = build(name, device="meta", dtype=torch.bfloat16, **kwargs)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    counts = {torch.long} if name in PYRAMIDS else set()  # of batches, in BatchNorm
+    counts = {torch.long} if name in WITH_BATCHNORM else set()  # of batches, in BatchNorm
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16} | counts
     assert {t.device.type for t in tensors.values()} == {"meta"}
     model.set_input_size((32, 32))
@@ -449,7 +476,8 @@ def test_meta_model_is_filled_by_init_weights_or_a_state_dict(name):
     model.init_weights()
     for (n, a), b in zip(model.named_parameters(), reference.parameters()):
         assert abs(a.mean() - b.mean()) < 0.2 * b.std() + 1e-3 or a.numel() < 99, n
-        torch.testing.assert_close(a.square().mean().sqrt(), b.square().mean().sqrt(), rtol=0.3, atol=1e-3, msg=n)
+        rtol = 0.3 if a.numel() > 99 else 0.6  # five times the deviation of such a root mean square
+        torch.testing.assert_close(a.square().mean().sqrt(), b.square().mean().sqrt(), rtol=rtol, atol=1e-3, msg=n)
     model = timm.create_model(name, device="meta", **kwargs)
     model.load_state_dict(reference.state_dict(), assign=True)
     x = images(1, 3, 64, 64)
@@ -497,16 +525,16 @@ def test_autocast_with_backward(name, kwargs, autocast, half_parameters):
 SAVED = [
     {},
     {"mixer": "softmax", "mixer_kwargs": {"qk_norm": True, "fused_projections": False}},
-    {"mixer_kwargs": {"conv_act": True, "expand_k": 1.0}},
+    {"mixer": "gla", "mixer_kwargs": {"conv_act": True, "expand_k": 1.0}},
 ]
 
 
 @pytest.mark.parametrize("kwargs", SAVED)
 def test_save_for_hf_round_trip(name, kwargs, tmp_path):
     kwargs = dict(kwargs)
-    if name not in STAGED and not kwargs:
+    if name == "test_vig" and not kwargs:
         kwargs = {"class_token": True, "rope": True, "global_pool": "token"}
-    if name == "test_vig_h":
+    if name in ("test_vig_h", "test_mlla"):
         kwargs |= {"depths": (1, 1, 1, 1), "num_heads": (1, 2, 4, 8), "embed_dim": 16}
     if name in PYRAMIDS:
         if "conv_act" in str(kwargs):

@@ -16,9 +16,9 @@ def build(name, gate=0.0, **kwargs):
     tokens."""
     torch.manual_seed(0)
     size = {"patch_size": 4, "depth": 1}
-    if name == "test_vig_h":
-        size = {"depths": (1, 1), "num_heads": (1, 2)}
-    elif name != "test_vig":  # a stage of each kind
+    if name in ("test_vig_h", "test_mlla"):
+        size = {"depths": (1, 1) if name == "test_vig_h" else (0, 1), "num_heads": (1, 2)}
+    elif name in ("test_ravlt", "test_mavit", "test_nalaformer"):  # a stage of each kind
         size = {"depths": (1, 0, 1), "embed_dims": (8, 8, 16), "num_heads": (1, 1, 2), "layer_scale": (1.0, 1.0, 1.0)}
     model = timm.create_model(name, **{"img_size": (8, 12), "num_classes": 7, **size, **kwargs}).eval()
     with torch.no_grad():
@@ -40,12 +40,14 @@ SLOW = [
     *[("test_vig", {"mixer": mixer, **OPTIONS.get(mixer, {})}) for mixer in TYPICAL],
     ("test_vig", {"class_token": True, "rope": True}),
     ("test_vig_h", {}),
+    ("test_agent_deit", {}),
+    ("test_mlla", {}),
     ("test_nalaformer", {}),
 ]
 CASES = [*SLOW, ("test_ravlt", {}), ("test_mavit", {"all_linear": True})]
 
 
-@pytest.mark.parametrize(("name", "kwargs"), [*SLOW[: len(TYPICAL)], SLOW[-1]])
+@pytest.mark.parametrize(("name", "kwargs"), [*SLOW[: len(TYPICAL)], *SLOW[-3:]])
 def test_compile_fullgraph(name, kwargs):
     """The graph of eager operations, forward and backward, and under autocast."""
     torch._dynamo.reset()
@@ -86,7 +88,7 @@ def test_export_and_onnx_with_dynamic_batch(name, kwargs, tmp_path):
     inputs = [images(count, seed=count, size=size) for count in (1, 5)]
     for x in inputs:
         torch.testing.assert_close(program.module()(x), model(x), atol=1e-4, rtol=1e-4)
-    if name == "test_nalaformer":
+    if name in ("test_nalaformer", "test_mlla"):
         return  # the ONNX form takes 15 s and has no operation that the others have not
 
     pytest.importorskip("onnxscript")
