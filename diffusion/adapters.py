@@ -135,6 +135,10 @@ class Adapter:
             original, spec["mixer"], spec["heads"], spec["options"], record, **self.module_options(model, path)
         )
 
+    def scan_order(self, model: nn.Module, path: str, layer: nn.Module) -> str:
+        """The order of the image's tokens, see ``backbones.scan``, in which the model will call a replacement."""
+        return "raster"
+
     def verify(self, path: str, attention: nn.Module) -> None:
         """Raise ValueError if it can not be replaced."""
         if type(attention).__name__ not in self.classes:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from scanvas.backbones.mixers.hybrid import factor_logit
 from scanvas.backbones.mixers.linear import LinearAttention
+from scanvas.backbones.scan import from_order, to_order
 
+from .adapters import find_adapter
 from .calibration_data import call_all
 from .linear_attention_modules import LinearizedLayer, TimmAttention
 from .linear_cores import decay_logit
@@ -33,6 +35,30 @@ def output_layers(layer: nn.Module) -> list[nn.Linear]:
 
 def _as_tuple(out: Any) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
+
+
+class _InPlace:
+    """A replacement, called with the arguments of the softmax layer as the model will call it: our own denoiser gives
+    a mixer that scans its tokens in the order of its block.
+
+    Args:
+        model: the softmax model.
+        path: of the layer.
+        layer: the replacement.
+    """
+
+    def __init__(self, model: nn.Module, path: str, layer: nn.Module):
+        self.layer, self.order = layer, find_adapter(model).scan_order(model, path, layer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.order == "raster":
+            return self.layer(*args, **kwargs)
+        x, grid = args
+        return from_order(self.layer(*to_order(x, self.order, grid), **kwargs), self.order, grid)
+
+    def in_raster(self, x: Tensor, args: tuple) -> Tensor:
+        """What was seen inside, ``(B, N, C)``, in the order of the softmax layer's tokens."""
+        return x if self.order == "raster" else from_order(x, self.order, args[1])
 
 
 class _Watch:
@@ -88,7 +114,8 @@ def relative_errors(model: nn.Module, replacements: Replacements, batches: list)
     sums = {path: [0.0, 0.0] for path in replacements}
 
     def visit(path, args, kwargs, output, _):
-        for got, wanted in zip(_as_tuple(replacements[path](*args, **kwargs)), _as_tuple(output)):
+        found = _InPlace(model, path, replacements[path])(*args, **kwargs)
+        for got, wanted in zip(_as_tuple(found), _as_tuple(output)):
             sums[path][0] += (got.double() - wanted.double()).square().sum().item()
             sums[path][1] += wanted.double().square().sum().item()
 
@@ -234,13 +261,13 @@ def _fit_output(model: nn.Module, replacements: Replacements, batches: list, fit
     normal: dict[tuple[str, int], list] = {}
 
     def visit(path, args, kwargs, _, watch):
-        own = _Watch(replacements[path])
-        replacements[path](*args, **kwargs)
+        own, layer = _Watch(replacements[path]), _InPlace(model, path, replacements[path])
+        layer(*args, **kwargs)
         own.close()
         for i, features in own.inputs.items():
             if i not in watch.outputs:
                 continue
-            x = features.flatten(0, -2).double()
+            x = layer.in_raster(features, args).flatten(0, -2).double()
             if output_layers(replacements[path])[i].bias is not None:
                 x = torch.cat((x, x.new_ones(len(x), 1)), dim=1)
             _add(normal, (path, i), x.T @ x, x.T @ watch.outputs[i].flatten(0, -2).double())
@@ -286,8 +313,9 @@ def sensitivity(model: nn.Module, replacements: Replacements, batches: list) -> 
         with torch.no_grad():
             wanted = call_all(model, batches)
             for path, layer in replacements.items():
+                called = _InPlace(model, path, layer)
                 hook = model.get_submodule(path).register_forward_hook(
-                    lambda _, args, kwargs, output, layer=layer: layer(*args, **kwargs), with_kwargs=True
+                    lambda _, args, kwargs, output, called=called: called(*args, **kwargs), with_kwargs=True
                 )
                 try:
                     got = call_all(model, batches)

@@ -105,14 +105,18 @@ class DenoiserAdapter(Adapter):
             nn.init.constant_(mixer.decay_proj[1].bias, decay_logit(spec["options"]["initial_decay"]))
         return mixer
 
+    def scan_order(self, model: nn.Module, path: str, layer: nn.Module) -> str:
+        """The one that the config gives blocks whose mixers depend on it."""
+        orders = model.config.scan_orders
+        return orders[int(path.split(".")[1]) % len(orders)] if layer.needs_scan else "raster"
+
     def finish(self, model: nn.Module, linearization: dict[str, Any], originals: dict[str, nn.Module]) -> None:
         """Enter the new mixers in the config, and let blocks walk in the order that the config gives such mixers."""
         entries = dict(model.config.layer_mixers or {})
         for path, spec in linearization["layers"].items():
             block = model.transformer_blocks[int(path.split(".")[1])]
             entries[path.split(".")[1]] = mixer_config(spec, originals[path])
-            orders = model.config.scan_orders
-            block.order = orders[int(path.split(".")[1]) % len(orders)] if block.mixer.needs_scan else "raster"
+            block.order = self.scan_order(model, path, block.mixer)
         write_entries(model, entries)
 
     @staticmethod

@@ -54,8 +54,6 @@ def test_errors_go_down(name, mixer, inherit):
     for path, error in again.items():
         assert error == pytest.approx(report.calibration[path]["error_after"], rel=1e-4, abs=1e-9)
 
-
-def test_the_convolution_is_the_least_squares_solution():
     """Any other kernel gives a larger error before the output projection, which is orthogonal here."""
     model, inputs = build("pixart")
     for block in model.transformer_blocks:
@@ -89,6 +87,35 @@ def test_what_convolution_alone_can_do_is_recovered():
     other.record = teacher.get_submodule(path).record
     calibrate.calibrate(teacher, {path: other}, [inputs], "qkvo")
     torch.testing.assert_close(other.core.conv.weight, conv.weight, atol=2e-2, rtol=2e-2)
+
+
+def test_layers_are_fitted_in_the_order_they_will_scan_in():
+    """Our denoiser's blocks walk rows, columns, and both from the end, on an image that is no square."""
+    model, inputs = build("denoiser")
+    student, report = scanvas.linearize(model, "gla", inherit="none", calibration=[inputs])
+    assert len({block.order for block in student.transformer_blocks}) == 3
+    errors = {}
+
+    def compare(i):
+        def hook(_, args, output):
+            error = (student.transformer_blocks[i].mix(*args) - output).square().sum() / output.square().sum()
+            errors[f"transformer_blocks.{i}.mixer"] = error.item()
+
+        return hook
+
+    for i, block in enumerate(model.transformer_blocks):
+        block.mixer.register_forward_hook(compare(i))
+    run(model, inputs)
+    assert errors == pytest.approx({path: fit["error_after"] for path, fit in report.calibration.items()}, rel=1e-3)
+    for i, block in enumerate(student.transformer_blocks):  # the projection is the best there is: any other is worse
+        path, kept = f"transformer_blocks.{i}.mixer", block.mixer.to_out[0].weight.detach().clone()
+        for step in (1e-2, -1e-2):
+            with torch.no_grad():
+                block.mixer.to_out[0].weight.copy_(kept + step * torch.randn_like(kept))
+            run(model, inputs)
+            assert errors[path] > report.calibration[path]["error_after"]
+        with torch.no_grad():
+            block.mixer.to_out[0].weight.copy_(kept)
 
 
 def test_least_sensitive_layers(tmp_path):
