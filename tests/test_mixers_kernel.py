@@ -233,3 +233,15 @@ def test_errors_of_options():
             create_mixer(name, 24, 4)
     with pytest.raises(ValueError, match="rope needs dim divisible by 4, got 6"):
         create_mixer("mlla", 6, 2)
+
+
+@pytest.mark.parametrize("name", ["mala", "rala", "nala", "gated_softmax"])
+@torch.no_grad()
+def test_float16_holds_what_fits_in_it(name):
+    """Of inputs 20 times as large as a norm gives: sums and divisors are float32. At 30 times, MALA's exact product
+    with its gate, which grows with the fourth power of the input, is beyond 65504, float16's largest number."""
+    torch.manual_seed(0)
+    mixer, x = create_mixer(name, 64, 2, dtype=torch.float16).eval(), 20 * torch.randn(2, 1 + 12 * 13, 64).half()
+    got = mixer(x, (12, 13), 1).double()
+    expected = mixer.double()(x.double(), (12, 13), 1)
+    assert (got - expected).norm() < 0.01 * expected.norm()
