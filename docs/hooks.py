@@ -29,7 +29,13 @@ QUERIES = ((7, 9), (10, 17), (4, 25))
 API = {
     "attention_maps": ("Looking inside", ["scanvas.train.maps"]),
     "mixers": ("Mixers", ["scanvas.backbones.mixers", "scanvas.backbones.mixers.base"]),
-    "backbones": ("Backbones", ["scanvas.backbones.vig", "scanvas.backbones.vig_h", "scanvas.backbones.block"]),
+    "backbones": (
+        "Backbones",
+        [
+            f"scanvas.backbones.{name}"
+            for name in ("vig", "vig_h", "mlla", "pyramid", "pyramid_models", "linear_deit", "block")
+        ],
+    ),
     "operations": ("Operations", ["scanvas.kernels.gated", "scanvas.kernels.linear", "scanvas.kernels.dispatch"]),
     "denoisers": (
         "Denoisers",
