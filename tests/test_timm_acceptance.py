@@ -44,7 +44,7 @@ def test_small_models(tmp_path):
         **os.environ,
         "PYTHONPATH": str(PLUGIN),
         "TIMM_ACCEPT_IMPORT": "scanvas",
-        "TIMM_ACCEPT_FILTER": "test_vig*,test_mlla,test_agent_deit",
+        "TIMM_ACCEPT_FILTER": "test_vig*,test_mlla,test_agent_deit,test_ravlt,test_mavit,test_nalaformer",
         "TIMM_ACCEPT_EXTRA": "1",
     }
     command = [
