@@ -31,7 +31,10 @@ API = {
     "mixers": ("Mixers", ["scanvas.backbones.mixers", "scanvas.backbones.mixers.base"]),
     "backbones": (
         "Backbones",
-        [f"scanvas.backbones.{name}" for name in ("vig", "vig_h", "pyramid", "pyramid_models", "block")],
+        [
+            f"scanvas.backbones.{name}"
+            for name in ("vig", "vig_h", "mlla", "pyramid", "pyramid_models", "linear_deit", "block")
+        ],
     ),
     "operations": ("Operations", ["scanvas.kernels.gated", "scanvas.kernels.linear", "scanvas.kernels.dispatch"]),
     "denoisers": (
