@@ -25,6 +25,7 @@ class MALAAttention(AffineMixer):
     MALA (arXiv:2507.00698): ``A_ij = (1 + 1/z_i) s/N R(φ(q_i))·R(φ(k_j)) − z_i/N`` with
     ``z_i = s φ(q_i)·mean_j φ(k_j)``, ``φ = ELU + 1``, ``s = d^-½`` and R the 2-D RoPE of each head. Without R rows sum
     to one; entries may be negative. The gate has no activation. In the models as released stages 3 and 4 keep softmax.
+    The output grows with the fourth power of the input: float16 holds it for inputs up to some 25 times unit variance.
 
     Args:
         dim, num_heads, fused_projections: see ``TokenMixer``.
