@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from .linear_attention_modules import GridRecord, LinearizedLayer, StreamAttention
+from .linear_cores import TARGETS
 
 Grid = tuple[int, ...]
 
@@ -213,7 +214,10 @@ for _adapter in (
         "Lumina2Transformer2DModel",
         r"layers\.\d+\.attn",
         module_options=_any_prefix,
-        options={"lit": {"kernel_size": 0}, "t5": {"qk_kernel_size": 0}},
+        options={
+            name: {key: 0 for key in ("kernel_size", "qk_kernel_size") if core.defaults.get(key)}
+            for name, core in TARGETS.items()
+        },
     ),
     Adapter(
         "AuraFlowTransformer2DModel",

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scanvas.backbones.mixers.agent import AgentAttention
 from scanvas.backbones.mixers.hybrid import factor_logit
+from scanvas.backbones.mixers.lina import LinaAttention
 from scanvas.backbones.mixers.linear import LinearAttention
+from scanvas.backbones.mixers.mala import MALAAttention
+from scanvas.backbones.mixers.rala import RALAAttention
+from scanvas.backbones.mixers.retention import RetentionAttention
 from scanvas.backbones.scan import from_order, to_order
 
 from .adapters import find_adapter
@@ -25,6 +30,15 @@ _DECAYS = (0.5, 0.9, 0.99, 0.9999)
 _FACTORS = (0.01, 0.5, 0.9, 0.99)
 _SCALES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _RIDGE = 1e-6
+# Mixers in whose output projection goes the attention plus a convolution of all channels of the image.
+_ADD_A_CONVOLUTION = (
+    AgentAttention,
+    LinaAttention,
+    LinearAttention,
+    MALAAttention,
+    RALAAttention,
+    RetentionAttention,
+)
 
 
 def output_layers(layer: nn.Module) -> list[nn.Linear]:
@@ -142,7 +156,7 @@ def calibrate(model: nn.Module, replacements: Replacements, batches: list, inher
 def _convolution(layer: nn.Module) -> nn.Module | None:
     if isinstance(layer, LinearizedLayer):
         return layer.core.conv
-    return layer.conv if isinstance(layer, LinearAttention) else None
+    return layer.conv if isinstance(layer, _ADD_A_CONVOLUTION) else None
 
 
 def _plain_inside(layer: nn.Module) -> bool:

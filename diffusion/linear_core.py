@@ -29,6 +29,8 @@ class LinearCore(nn.Module, ABC):
     """Options with their default values."""
     fuses_heads: ClassVar[bool] = True
     """It can have fewer heads than the softmax."""
+    signed: ClassVar[bool] = False
+    """Entries of its map may be negative even without rotary positions."""
     has_map: ClassVar[bool] = True
     """There is an attention map; otherwise ``attention_map_parts`` raises NotImplementedError and says why."""
 

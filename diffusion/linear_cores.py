@@ -15,7 +15,9 @@ from scanvas.kernels.gated.reference import log_decay_from_logits
 from scanvas.kernels.linear import attention_matrix, linear_attention
 
 from .linear_core import LinearCore, Rotate
+from .linear_cores_kernel import KERNEL_TARGETS
 from .linear_cores_placed import HybridCore, LocalCore, TTTCore
+from .linear_cores_softmax import SOFTMAX_TARGETS
 
 
 class KernelCore(LinearCore):
@@ -142,6 +144,7 @@ class GlaCore(LinearCore):
         "kernel_size": 0,
     }
     normalizer: ClassVar[float] = 16.0
+    signed: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -248,5 +251,26 @@ TARGETS: dict[str, type[LinearCore]] = {
     "local": LocalCore,
     "t5": TTTCore,
     "hybrid": HybridCore,
+    **KERNEL_TARGETS,
+    **SOFTMAX_TARGETS,
 }
 """Name → what takes the place of the softmax."""
+
+_DELTA = (
+    "its scan corrects what it has stored, by gates that are all new, and is no average of values that a softmax could "
+    "be compared with; 'gla' is the target with gates"
+)
+NO_TARGETS: dict[str, str] = {
+    "gated_softmax": "it is a softmax, with a gate",
+    "gdn": _DELTA,
+    "gdn2": _DELTA,
+    "hgrn2": "its keys are its forget gates, so that those of the softmax have no place in it; take 'gla'",
+    "kda": _DELTA,
+    "linear": "as a target it is called 'lit'",
+    "mlla": "its queries and keys are projected from its values, so that none of the softmax's fit; 'linfusion' has "
+    "the same features",
+    "sla": "it is the softmax itself for some blocks of keys, and has no core of its own yet; 'hybrid' with every=n is "
+    "the nearest",
+    "softmax": "it is what is replaced",
+}
+"""Mixers that are no targets, and why."""

@@ -11,46 +11,62 @@ from scanvas.backbones.mixers.softmax import SoftmaxAttention
 from .adapters import Adapter, register_adapter
 from .linear_attention_modules import GridRecord
 from .linear_cores import decay_logit
+from .linear_neutral import start_neutral
 
-MIXER_OF = {
-    "lit": "linear",
-    "linfusion": "linfusion",
-    "hedgehog": "hedgehog",
-    "gla": "gla",
-    "local": "local",
-    "t5": "t5",
-    "hybrid": "hybrid",
+_OPTIONS: dict[str, dict[str, str]] = {
+    "lit": {"kernel_size": "kernel_size", "eps": "eps"},
+    "linfusion": {"hidden": "hidden", "eps": "eps"},
+    "hedgehog": {"eps": "eps"},
+    "gla": {"gate_rank": "gate_rank"},
+    "local": {"radius": "radius", "pool": "pool", "base_tokens": "base_tokens"},
+    "t5": {"kernel_size": "qk_kernel_size"},
+    "hybrid": {"radius": "radius", "every": "every", "softmax_factor": "softmax_factor"},
+    "agent": {"agent_size": "agents", "kernel_size": "kernel_size"},
+    "cosformer": {},
+    "flow": {"eps": "eps"},
+    "focused": {"power": "power", "kernel_size": "kernel_size", "eps": "eps"},
+    "inline": {},
+    "l2": {"least": "least"},
+    "lina": {"gate_grid": "gates", "kernel_size": "kernel_size", "eps": "eps"},
+    "mala": {"kernel_size": "kernel_size"},
+    "nala": {"kernel_size": "kernel_size", "eps": "eps"},
+    "rala": {"kernel_size": "kernel_size", "eps": "eps"},
+    "retention": {"initial": "initial", "spread": "spread", "kernel_size": "kernel_size"},
+    "sana": {"eps": "eps"},
+    "slab": {"pos_grid": "positions", "kernel_size": "kernel_size", "eps": "eps"},
 }
-"""Target → mixer."""
-_OPTIONS = {
-    "lit": ("kernel_size", "eps"),
-    "linfusion": ("hidden", "eps"),
-    "hedgehog": ("eps",),
-    "gla": ("gate_rank",),
-    "local": ("radius", "pool", "base_tokens"),
-    "t5": (),
-    "hybrid": ("radius", "every", "softmax_factor"),
+"""Target → keywords of its mixer, and the target's options that they come from."""
+_ALWAYS: dict[str, dict[str, Any]] = {
+    "gla": {"expand_k": 1.0},
+    "agent": {"grid_size": None},
+    "cosformer": {"positions": "2d"},
+    "focused": {"grid_size": None},
+    "inline": {"local": False},
+    "l2": {"window": 0},
+    "mala": {"rope": False, "gated": False},
+    "nala": {"rope": False},
+    "rala": {"rope": False, "gated": False},
 }
+"""Keywords that make the mixer what the target is."""
 _LIKE_SOFTMAX = ("local", "hybrid")  # mixers with norms and rotary positions on queries and keys
+_ROTATED = ("gla", "lina", "retention", *_LIKE_SOFTMAX)  # with the softmax's rotary positions
 
 
 def mixer_config(spec: dict[str, Any], original: SoftmaxAttention) -> dict[str, Any]:
     """The entry of ``layer_mixers`` for a layer: name, heads and keywords of the mixer."""
     target = spec["mixer"]
-    config = {"mixer": MIXER_OF[target], "num_heads": spec["heads"]}
-    config.update({name: spec["options"][name] for name in _OPTIONS[target]})
+    config = {"mixer": "linear" if target == "lit" else target, "num_heads": spec["heads"], **_ALWAYS.get(target, {})}
+    for keyword, option in _OPTIONS[target].items():
+        value = spec["options"][option]
+        config[keyword] = value if not keyword.endswith("_grid") else [value, value] if value else None
     if original.to_out[1].p:
         config["proj_drop"] = original.to_out[1].p
-    if target == "gla":
-        config.update(expand_k=1.0, rope=original.rope)
-    else:
-        config["qkv_bias"] = original.to_out[0].bias is not None
-    if target == "t5":
-        config["kernel_size"] = spec["options"]["qk_kernel_size"]
-    if target in _LIKE_SOFTMAX:
+    if target in _ROTATED:
         config["rope"] = original.rope
-        if not isinstance(original.q_norm, nn.Identity):
-            config.update(qk_norm=True, norm_eps=original.q_norm.eps)
+    if target != "gla":
+        config["qkv_bias"] = original.to_out[0].bias is not None
+    if target in _LIKE_SOFTMAX and not isinstance(original.q_norm, nn.Identity):
+        config.update(qk_norm=True, norm_eps=original.q_norm.eps)
     return config
 
 
@@ -88,20 +104,12 @@ class DenoiserAdapter(Adapter):
         for part in (name for names in self.parts.values() for name in names if hasattr(mixer, name)):
             source = dict(getattr(original, part).named_parameters())
             for key, parameter in getattr(mixer, part).named_parameters():
-                parameter.copy_(source[key])
-        if name == "linear" and mixer.conv is not None:
-            nn.init.zeros_(mixer.conv.weight)
-            nn.init.zeros_(mixer.conv.bias)
-        if name == "linfusion":
-            mixer.q_modulator.init_identity()
-            mixer.k_modulator.init_identity()
-        if name == "t5":
-            for conv in (mixer.q_conv, mixer.k_conv):
-                if conv is not None:
-                    nn.init.zeros_(conv.weight)
-                    nn.init.zeros_(conv.bias)
+                if key in source:
+                    parameter.copy_(source[key])
+                else:  # SANA's output has a bias in any case
+                    nn.init.zeros_(parameter)
+        start_neutral(mixer)
         if name == "gla":
-            mixer.conv.init_identity()
             nn.init.constant_(mixer.decay_proj[1].bias, decay_logit(spec["options"]["initial_decay"]))
         return mixer
 
@@ -127,12 +135,12 @@ class DenoiserAdapter(Adapter):
                 f"{path}: its queries and keys are normalised (qk_norm), which of the targets only "
                 f"{' and '.join(map(repr, _LIKE_SOFTMAX))} do"
             )
-        if original.rope and spec["mixer"] not in ("gla", *_LIKE_SOFTMAX):
+        if original.rope and spec["mixer"] not in _ROTATED:
             raise ValueError(
-                f"{path}: its queries and keys are rotated (rope), which of the targets only 'gla', "
-                f"{' and '.join(map(repr, _LIKE_SOFTMAX))} do"
+                f"{path}: its queries and keys are rotated (rope), which of the targets only "
+                f"{', '.join(map(repr, _ROTATED))} do"
             )
-        if spec["mixer"] != "lit" and spec["options"].get("kernel_size"):
+        if "kernel_size" not in _OPTIONS[spec["mixer"]].values() and spec["options"].get("kernel_size"):
             raise ValueError(f"kernel_size: the mixer {spec['mixer']!r} has no convolution of values; leave it at 0")
 
 

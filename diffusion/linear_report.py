@@ -164,6 +164,10 @@ def _init(name: str, layer: nn.Module) -> str:
         return "identity" if hasattr(layer, "decay_proj") else "zero"
     if "features" in name:
         return "identity"
+    if "feature_map" in name or "position" in name or name.endswith("norm.bias"):
+        return "zero"
+    if "gate_proj" in name:  # of a mixer, not of a core
+        return "zero" if name.endswith("weight") else "the gate is one"
     if "pool" in name:
         return "mean of a square"
     if "inner" in name:
@@ -174,7 +178,7 @@ def _init(name: str, layer: nn.Module) -> str:
         return "x + f(x) with f = 0"
     if "decay_proj.1.bias" in name:
         return "decays of initial_decay"
-    if name.endswith("scale") or "norm" in name:
+    if "scale" in name or "norm" in name or name.endswith(("k_gate.weight", "v_gate.weight")):
         return "one"
     return "zero" if name.endswith("bias") else "Xavier"
 
@@ -293,7 +297,14 @@ def _linear_costs(spec: dict[str, Any], N: int, grid: tuple[int, ...], C: int) -
         return flops, 12 * C * width
     if target == "gla":
         return flops + 2 * N * 5 * C * width, 2 * 4 * C * width
-    features = 2 if target == "hedgehog" else 1
+    if target == "agent":
+        agents = math.prod(grid[:-2]) * options["agents"] ** 2
+        return flops + 8 * N * agents * C, 2 * heads * N * agents
+    if target == "retention":  # every axis in turn, with the tokens of no image in each
+        others = N - image
+        scores = sum(image * (size + others) for size in grid) + others * N
+        return flops + 4 * C * scores, 2 * heads * image * (max(grid) + others)
+    features = 2 if target in ("cosformer", "hedgehog", "nala") else 1
     flops += N * (4 * C * width * features + 3 * C * features + C)
     if target == "hedgehog":
         flops += 4 * N * C * width

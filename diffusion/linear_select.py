@@ -6,7 +6,16 @@ from typing import Any
 from torch import nn
 
 from .adapters import Adapter, nearest
-from .linear_cores import TARGETS
+from .linear_cores import NO_TARGETS, TARGETS
+
+
+def check_target(name: Any) -> None:
+    """Raise ValueError where ``name`` is no target: why, if it is a mixer, else the nearest names."""
+    if name in TARGETS:
+        return
+    if name in NO_TARGETS:
+        raise ValueError(f"mixer: {name!r} is no target of linearize: {NO_TARGETS[name]}")
+    raise ValueError(f"mixer must be one of {', '.join(TARGETS)}; got {name!r}{nearest(str(name), TARGETS)}")
 
 
 def check_options(mixer: str, options: dict[str, Any], adapter: Adapter) -> dict[str, Any]:

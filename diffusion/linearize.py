@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from . import calibrate as fit
-from .adapters import Adapter, find_adapter, nearest
+from .adapters import Adapter, find_adapter
 from .calibration_data import as_batches
 from .linear_budget import Budget, plan_budget
-from .linear_cores import TARGETS
 from .linear_denoiser import write_entries
 from .linear_report import (
     LinearizeReport,
@@ -21,7 +20,7 @@ from .linear_report import (
     softmax_rows,
     tensor_rows,
 )
-from .linear_select import check_options, count_layers, layer_spec, select_layers
+from .linear_select import check_options, check_target, count_layers, layer_spec, select_layers
 from .linear_swap import build_all, install, parts_of, remove_hooks, reset_parts
 
 INHERIT = {"none": "", "vo": "vo", "qkvo": "qkvo"}
@@ -57,7 +56,7 @@ def linearize(
     Args:
         model: a diffusers model, a diffusers pipeline (its transformer or UNet is linearised) or a timm model. Without
             ``inplace`` it is left as it is, to the bit.
-        mixer: ``"lit"``, ``"linfusion"``, ``"hedgehog"`` or ``"gla"``; see ``linear_cores`` and docs/linearize.md.
+        mixer: a target: ``"lit"``, ``"linfusion"``, ``"hedgehog"``, ``"gla"``, … ; see docs/linearize.md for all.
         layers: ``"all"``; a pattern of paths such as ``"single_transformer_blocks.*"``, or a list of them; a list of
             indices into the model's attention layers; a number (int) or fraction (float) of layers, the least
             sensitive ones, measured on ``calibration``; or a ``Budget`` of FLOPs, which the best set of layers meets.
@@ -96,8 +95,7 @@ def linearize(
             seed=seed,
             **options,
         )
-    if mixer not in TARGETS:
-        raise ValueError(f"mixer must be one of {', '.join(TARGETS)}; got {mixer!r}{nearest(str(mixer), TARGETS)}")
+    check_target(mixer)
     if inherit not in INHERIT:
         raise ValueError(f"inherit must be one of {', '.join(INHERIT)}; got {inherit!r}")
     adapter = find_adapter(model)

@@ -19,6 +19,8 @@ from diffusers import (
 
 from scanvas import LinearDiTTransformer2DModel
 from scanvas.diffusion.linear_cores import LinearCore
+from scanvas.diffusion.linear_cores_kernel import KERNEL_TARGETS
+from scanvas.diffusion.linear_cores_softmax import SOFTMAX_TARGETS
 
 
 def _randn(*shape, seed=0):
@@ -300,6 +302,11 @@ TIMM = {
     "rope_mixed": ("vit_small_patch16_rope_mixed_224", {"img_size": (48, 64), "depth": 2}),
 }
 
+
+MORE_TARGETS = (*KERNEL_TARGETS, *SOFTMAX_TARGETS)
+FEW_MODELS = ("qwen", "vit", "denoiser")
+"""Targets that are tried core by core in tests/test_linearize_kernel.py, and in whole models only in these: text and
+image with a mask and rotary positions; class token; mixers of ours."""
 
 SMALL_OPTIONS = {"local": {"radius": 2, "pool": 2}, "hybrid": {"radius": 2}}
 """Of targets whose windows by default hold all of such small images."""

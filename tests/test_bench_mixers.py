@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from scanvas.backbones.mixers import create_mixer
+from scanvas.diffusion.linear_neutral import start_neutral
 from scanvas.train import bench_mixers, bench_mixers_report, bench_mixers_train
 from scanvas.train.bench_mixers_images import load_images
 from scanvas.train.bench_mixers_train import Budget
@@ -157,7 +158,7 @@ def test_what_is_new_starts_as_nothing(name):
     torch.manual_seed(0)
     options = {"expand_k": 1.0} if name == "gla" else {}
     mixer, x = create_mixer(name, 24, 2, **options), torch.randn(1, 12, 24)
-    bench_mixers_train.start_neutral(mixer)
+    start_neutral(mixer)
     for gate in [mixer.gate_proj(x)] if name in ("mala", "rala") else []:
         torch.testing.assert_close(gate, torch.ones_like(gate))
     if name in ("mlla", "nala"):

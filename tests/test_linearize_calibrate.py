@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from linear_parts import SMALL_OPTIONS, build, run
+from linear_parts import MORE_TARGETS, SMALL_OPTIONS, build, run
 from test_linearize import same, snapshot
 from test_linearize_holds import paint, pipeline
 
@@ -26,6 +26,7 @@ def batches_of(inputs):
         (name, mixer, inherit)
         for name in ("pixart", "sd35", "flux", "vit_reg_qk_norm", "denoiser", "wan")
         for mixer in TARGETS
+        if mixer not in MORE_TARGETS  # which have tests/test_linearize_kernel.py
         for inherit in ("qkvo", "vo", "none")
         if inherit == "qkvo" or mixer not in ("local", "t5", "hybrid") or (name, inherit) == ("sd35", "none")
     ],

@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import scanvas  # noqa: F401 - registers the models with timm
-from scanvas.backbones.mixers.delta import DeltaMixer
-from scanvas.backbones.mixers.gla import GatedLinearAttention
+from scanvas.diffusion.linear_neutral import start_neutral
 
 from .bench_gpu import graphed_ms
 from .bench_mixers_images import Images
@@ -199,31 +198,6 @@ def inherit(model: nn.Module, teacher: nn.Module) -> float:
     for block in model.blocks:
         block.mixer.fuse_projections()
     return sum(own[name].numel() for name in fitting) / sum(parameter.numel() for parameter in own.values())
-
-
-@torch.no_grad()
-def start_neutral(mixer: nn.Module) -> None:
-    """Convolutions that add something start at zero, those that stand before or after a projection pass their input
-    through, gates are one, and networks that change queries and keys change nothing."""
-    before = isinstance(mixer, (GatedLinearAttention, DeltaMixer))
-    for name in ("conv", "q_conv", "k_conv", "value_conv"):
-        conv = getattr(mixer, name, None)
-        if conv is not None and (before or name == "value_conv"):
-            conv.init_identity()
-        elif conv is not None:
-            nn.init.zeros_(conv.weight)
-            nn.init.zeros_(conv.bias)
-    gate, ones = getattr(mixer, "gate_proj", None), {"mala": 1.0, "rala": 1.0, "mlla": 1.278465, "nala": 1.278465}
-    one = ones.get(type(mixer).__name__.removesuffix("Attention").lower())  # SiLU(1.278465) = 1
-    if gate is not None and one is not None:
-        nn.init.zeros_(gate.weight)
-        nn.init.constant_(gate.bias, one)
-    for name in ("q_modulator", "k_modulator"):
-        if hasattr(mixer, name):
-            getattr(mixer, name).init_identity()
-    if getattr(mixer, "kernel_net", None) is not None:
-        nn.init.zeros_(mixer.kernel_net[-1].weight)
-        nn.init.zeros_(mixer.kernel_net[-1].bias)
 
 
 def load_teacher(seed: int, images: Images, budget: Budget, out: Path) -> tuple[nn.Module, float]:

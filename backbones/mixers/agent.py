@@ -61,7 +61,7 @@ class AgentBias(nn.Module):
 
 
 @outside_autocast
-def _agent_map(q: Tensor, k: Tensor, agents: Tensor, to_agents: Tensor, from_agents: Tensor) -> Tensor:
+def agent_map(q: Tensor, k: Tensor, agents: Tensor, to_agents: Tensor, from_agents: Tensor) -> Tensor:
     """``(B, H, R, N)`` of q ``(B, R, H, D)``, k ``(B, N, H, D)`` and agents ``(B, n, H, D)``."""
     scale = q.shape[-1] ** -0.5
     gather = torch.einsum("bahd,bnhd->bhan", full(agents), full(k)) * scale + full(to_agents)
@@ -143,4 +143,4 @@ class AgentAttention(KernelMixer):
     ) -> Tensor:
         if rows is not None:
             q, from_agents = q[:, rows], from_agents[:, rows]
-        return _agent_map(q, k, agents, to_agents, from_agents)
+        return agent_map(q, k, agents, to_agents, from_agents)

@@ -7,18 +7,26 @@ from torch import Tensor
 from scanvas.kernels.dispatch import outside_autocast
 
 from .kernel import AffineMixer, full
+from .sums import mean_one
 
 
 @outside_autocast
-def _flow(q: Tensor, k: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``σ(q)``, ``σ(k)`` times each key's share ``N softmax_j(Ô)``, and ``σ(Î) / I``, ``(B, N, H, ·)``."""
+def flow_features(
+    q: Tensor, k: Tensor, eps: float, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``φ(q)``, ``φ(k)``, each key's share ``N softmax_j(Ô)`` and ``σ(Î) / I``, ``(B, N, H, ·)``. ``weight`` ``(B or 1,
+    N)``: how much of each token, as a query and as a key, is in the sums."""
     q, k = full(q).sigmoid(), full(k).sigmoid()
-    incoming = (q * k.sum(1, keepdim=True)).sum(-1, keepdim=True) + eps
-    outgoing = (k * q.sum(1, keepdim=True)).sum(-1, keepdim=True) + eps
+
+    def there(z: Tensor) -> Tensor:
+        return z if weight is None else z * full(weight)[..., None, None]
+
+    incoming = (q * there(k).sum(1, keepdim=True)).sum(-1, keepdim=True) + eps
+    outgoing = (k * there(q).sum(1, keepdim=True)).sum(-1, keepdim=True) + eps
     # Each flow once more, where the other's has been made one.
-    sink = (q * (k / outgoing).sum(1, keepdim=True)).sum(-1, keepdim=True)
-    source = (k * (q / incoming).sum(1, keepdim=True)).sum(-1, keepdim=True).clamp(-1, 1)
-    return q, k * (source.softmax(1) * q.shape[1]), sink.sigmoid() / incoming
+    sink = (q * there(k / outgoing).sum(1, keepdim=True)).sum(-1, keepdim=True)
+    source = (k * there(q / incoming).sum(1, keepdim=True)).sum(-1, keepdim=True).clamp(-1, 1)
+    return q, k, mean_one(source, weight), sink.sigmoid() / incoming
 
 
 class FlowAttention(AffineMixer):
@@ -55,4 +63,5 @@ class FlowAttention(AffineMixer):
         self.make_projections(dim, dim, bias=qkv_bias, proj_drop=proj_drop, device=device, dtype=dtype)
 
     def features(self, q: Tensor, k: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, ...]:
-        return _flow(q, k, self.eps)
+        q, k, share, row = flow_features(q, k, self.eps)
+        return q, k * share, row

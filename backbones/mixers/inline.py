@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from scanvas.kernels.dispatch import outside_autocast
 
 from .kernel import AffineMixer, full
+from .sums import token_count, token_mean
 
 
 @outside_autocast
-def _coefficients(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """r = s/N and c_i = (1 − s q_i · k̄) / N, each ``(B, N, H, 1)``."""
-    N, scale = q.shape[1], q.shape[-1] ** -0.5
-    similarity = (full(q) * full(k).mean(1, keepdim=True)).sum(-1, keepdim=True) * scale
-    return torch.full_like(similarity, scale / N), (1 - similarity) / N
+def inline_factors(q: Tensor, k: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """r = s/N and c_i = (1 − s q_i · k̄) / N, each ``(B, N, H, 1)``; ``weight`` ``(B or 1, N)`` of keys in N and k̄."""
+    N, scale = token_count(k, weight), q.shape[-1] ** -0.5
+    similarity = (full(q) * token_mean(k, weight)).sum(-1, keepdim=True) * scale
+    return torch.ones_like(similarity) * (scale / N), (1 - similarity) / N
 
 
 def dynamic_conv(image: Tensor, kernels: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -75,7 +76,7 @@ class InLineAttention(AffineMixer):
             )
 
     def features(self, q: Tensor, k: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, ...]:
-        return q, k, *_coefficients(q, k)
+        return q, k, *inline_factors(q, k)
 
     def local(self, x: Tensor, v: Tensor, grid: tuple[int, int], prefix: int) -> Tensor | None:
         if self.kernel_net is None:

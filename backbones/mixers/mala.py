@@ -9,13 +9,15 @@ from scanvas.kernels.dispatch import outside_autocast
 
 from .kernel import AffineMixer, full
 from .linfusion import positive
+from .sums import token_count, token_mean
 
 
 @outside_autocast
-def _coefficients(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """r = (1 + 1/(z + 1e-6)) s/N and c = −z/N with ``z_i = s q_i · k̄``, each ``(B, N, H, 1)``."""
-    N, scale = q.shape[1], q.shape[-1] ** -0.5
-    z = (full(q) * full(k).mean(1, keepdim=True)).sum(-1, keepdim=True) * scale
+def mala_factors(q: Tensor, k: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """r = (1 + 1/(z + 1e-6)) s/N and c = −z/N with ``z_i = s q_i · k̄``, each ``(B, N, H, 1)``; ``weight`` ``(B or 1,
+    N)`` of keys in N and k̄."""
+    N, scale = token_count(k, weight), q.shape[-1] ** -0.5
+    z = (full(q) * token_mean(k, weight)).sum(-1, keepdim=True) * scale
     return (1 + 1 / (z + 1e-6)) * (scale / N), -z / N
 
 
@@ -63,7 +65,7 @@ class MALAAttention(AffineMixer):
 
     def features(self, q: Tensor, k: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, ...]:
         q, k = positive(q), positive(k)
-        coefficients = _coefficients(q, k)
+        coefficients = mala_factors(q, k)
         if self.rope:
             q, k = (apply_rope(z, grid, prefix, endpoint=True) for z in (q, k))
         return q, k, *coefficients

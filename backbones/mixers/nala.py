@@ -13,7 +13,7 @@ from .kernel import KernelMixer, full, gate_normed
 
 
 @outside_autocast
-def _query_features(q: Tensor) -> Tensor:
+def query_features(q: Tensor) -> Tensor:
     """``[ReLU(u)^p; ReLU(−u)^p]``, ``u = q / (‖q‖ + 1e-6)``, ``p = 3 (½ + tanh ‖q‖)``; float32 or float64."""
     q = full(q)
     length = q.norm(dim=-1, keepdim=True)
@@ -22,7 +22,7 @@ def _query_features(q: Tensor) -> Tensor:
 
 
 @outside_autocast
-def _key_features(k: Tensor) -> Tensor:
+def key_features(k: Tensor) -> Tensor:
     """``[ReLU(k³); ReLU(−k³)]``; float32 or float64."""
     k = full(k) ** 3
     return torch.cat((k.relu(), (-k).relu()), dim=-1)
@@ -75,7 +75,7 @@ class NaLaAttention(KernelMixer):
         self.make_conv(kernel_size, dim, **factory)
 
     def features(self, q: Tensor, k: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, ...]:
-        q, k = _query_features(q), _key_features(k)
+        q, k = query_features(q), key_features(k)
         if not self.rope:
             return q, k, q, k
         return *(self._rotate(z, grid, prefix) for z in (q, k)), q, k

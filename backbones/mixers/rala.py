@@ -9,15 +9,16 @@ from scanvas.kernels.dispatch import outside_autocast
 
 from .kernel import KernelMixer, full
 from .linfusion import positive
+from .sums import mean_one, token_mean
 
 
 @outside_autocast
-def _weighted_keys(q: Tensor, k: Tensor) -> Tensor:
-    """``α_j k_j`` with ``α = N softmax_j(s q̄ · k_j)``; float32 or float64."""
-    N, scale = q.shape[1], q.shape[-1] ** -0.5
-    k = full(k)
-    scores = (full(q).mean(1, keepdim=True) * k).sum(-1, keepdim=True) * scale
-    return k * scores.softmax(1) * N
+def weighted_keys(q: Tensor, k: Tensor, weight: Tensor | None = None) -> Tensor:
+    """``α_j k_j`` with ``α = N softmax_j(s q̄ · k_j)``; float32 or float64. With a ``weight`` of tokens ``(B or 1, N)``
+    q̄, N and the softmax's divisor are sums of so much of each."""
+    k, scale = full(k), q.shape[-1] ** -0.5
+    scores = (token_mean(q, weight) * k).sum(-1, keepdim=True) * scale
+    return k * mean_one(scores, weight)
 
 
 class RALAAttention(KernelMixer):
@@ -67,7 +68,7 @@ class RALAAttention(KernelMixer):
 
     def features(self, q: Tensor, k: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, ...]:
         q, k = positive(q), positive(k)
-        k = _weighted_keys(q, k)
+        k = weighted_keys(q, k)
         if not self.rope:
             return q, k, q, k
         return *(apply_rope(z, grid, prefix, endpoint=True) for z in (q, k)), q, k

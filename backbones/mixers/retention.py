@@ -12,7 +12,7 @@ from scanvas.kernels.dispatch import outside_autocast
 from .base import TokenMixer
 
 
-def _log_decay(heads: int, initial: float, spread: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+def manhattan_decay(heads: int, initial: float, spread: float, device: torch.device, dtype: torch.dtype) -> Tensor:
     """``log γ`` of each head, ``γ_h = 1 − 2^(−initial − spread·h/heads)``: ``(heads,)``."""
     exponent = initial + spread * torch.arange(heads, device=device, dtype=dtype) / heads
     return torch.log1p(-torch.exp2(-exponent))
@@ -98,7 +98,7 @@ class RetentionAttention(TokenMixer):
             q, k = apply_rope(q, grid, prefix), apply_rope(k, grid, prefix)
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype)
-        log_decay = _log_decay(self.num_heads, self.initial, self.spread, q.device, dtype)
+        log_decay = manhattan_decay(self.num_heads, self.initial, self.spread, q.device, dtype)
         extra = k[:, :prefix]
         q_grid, k_grid = q[:, prefix:].unflatten(1, grid), k[:, prefix:].unflatten(1, grid)
         rows = _line_weights(q_grid, k_grid, extra, log_decay)

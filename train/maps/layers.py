@@ -291,7 +291,7 @@ class CoreLayer(LayerMap):
         self.q, self.k, self.v, self.x, self.rotate, self.weight, self.start, self.image_grid = args
         N = self.q.shape[1]
         super().__init__(name, grid, self.q.shape[0], core.heads, N, N)
-        self.signed = isinstance(core, GlaCore) or self.rotate is not None
+        self.signed = core.signed or self.rotate is not None
         self.directions = ("forward", "backward") if isinstance(core, GlaCore) else ()
 
     @torch.no_grad()
@@ -312,9 +312,9 @@ class CoreLayer(LayerMap):
         return self.core.attend(self.q, self.k, self.v, self.x, self.rotate, self.weight, *place).transpose(1, 2)
 
     def attended_gradient(self, gradient: Tensor) -> Tensor:
-        if isinstance(self.core, GlaCore):
-            if not self.core.normalize:
-                raise ValueError(f"{self.name}: there is a norm behind its map (normalize=False)")
+        if isinstance(self.core, GlaCore) and not self.core.normalize:
+            raise ValueError(f"{self.name}: there is a norm behind its map (normalize=False)")
+        if hasattr(self.core, "scale"):
             gradient = gradient * self.core.scale.detach()
         return gradient.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
