@@ -5,7 +5,7 @@ import pytest
 import torch
 from diffusion_parts import VARIANTS, build, denoiser, inputs
 from mixer_cases import TYPICAL
-from test_pipelines import KINDS, close, paint, pipeline
+from pipeline_parts import KINDS, close, paint, pipeline
 
 from scanvas import LinearDiTTransformer2DModel, list_mixers
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from linear_parts import SMALL_OPTIONS, build, run
-from test_pipelines import pipeline
+from pipeline_parts import pipeline
 
 import scanvas
 from scanvas.diffusion.linear_swap import records_of
