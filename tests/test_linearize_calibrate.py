@@ -7,8 +7,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from linear_parts import MORE_TARGETS, SMALL_OPTIONS, build, run
-from test_linearize import same, snapshot
-from test_linearize_holds import paint, pipeline
+from linearize_parts import paint, pipeline, same, snapshot
 
 import scanvas
 from scanvas.diffusion import calibrate
