@@ -17,6 +17,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON_INSTALLED = find_spec("triton") is not None
 TRITON_USABLE = TRITON_INSTALLED and (INTERPRETED or torch.cuda.is_available())
 
+# Asked once: torch.compile cannot trace the question.
+_AUTOCAST = frozenset(device for device in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(device))
+
 
 def triton_runs_on(device: torch.device) -> bool:
     """Whether the Triton kernels can compute on ``device`` in this process."""
@@ -85,7 +88,7 @@ def outside_autocast(function: Callable) -> Callable:
     @wraps(function)
     def run(tensor: torch.Tensor, *args, **kwargs):
         device = tensor.device.type
-        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        if device not in _AUTOCAST or not torch.is_autocast_enabled(device):
             return function(tensor, *args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(tensor, *args, **kwargs)

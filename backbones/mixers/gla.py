@@ -18,12 +18,21 @@ from .selective_rope import SelectiveRope, rotate
 class NormWeight(nn.RMSNorm):
     """The parameters of an RMSNorm that is computed inside a fused operation.
 
-    The weight is got by calling the module, so that offloading, which hooks into calls, brings it to the device; as a
-    view, which stays there when the parameter is sent back after the call.
+    The weight is got by calling the module, so that offloading, which hooks into calls, brings it to the device. What
+    hooks in (it takes the place of ``forward``) may reuse the memory as soon as the call is over: then it is a copy.
     """
 
+    @torch.jit.ignore
     def forward(self) -> Tensor:
-        return self.weight.view_as(self.weight)
+        return self.weight.clone() if "forward" in self.__dict__ else self.weight.view_as(self.weight)
+
+
+class SwishNorm(nn.RMSNorm):
+    """``RMSNorm(o) ⊙ SiLU(gate)``: see ``swish_norm``."""
+
+    @torch.jit.ignore
+    def forward(self, o: Tensor, gate: Tensor) -> Tensor:
+        return swish_norm(o, gate, self.weight, eps=self.eps)
 
 
 class GatedLinearAttention(TokenMixer):
@@ -109,7 +118,8 @@ class GatedLinearAttention(TokenMixer):
             nn.Linear(gate_rank, directions * key_dim, **factory),
         )
         self.gate_proj = nn.Linear(dim, value_dim, bias=output == "mix", **factory)
-        self.out_norm = NormWeight(value_dim // num_heads, eps=norm_eps, **factory)
+        norm = NormWeight if output == "mix" else SwishNorm
+        self.out_norm = norm(value_dim // num_heads, eps=norm_eps, **factory)
         self.local_norm = NormWeight(dim // num_heads, eps=norm_eps, **factory) if output == "mix" else None
         width = key_dim // num_heads
         self.selective_rope = SelectiveRope(dim, num_heads, width, **factory) if selective_rope else None
@@ -159,7 +169,7 @@ class GatedLinearAttention(TokenMixer):
                 activation=self.out_act,
             )
         else:
-            out = swish_norm(attended, gate, self.out_norm(), eps=self.norm_eps)
+            out = self.out_norm(attended, gate)
         return self.to_out(out)
 
     def mix(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
@@ -201,7 +211,7 @@ class GatedLinearAttention(TokenMixer):
             flipped = (z.flip(1) for z in (q, k, v, reverse_gate))
             backward = gated_linear_attention_from_logits(*flipped, **options).flip(1)
             parts = {"forward": parts["attention"] / 2, "backward": backward / 2}
-        weight = self.out_norm()
+        weight = self.out_norm() if self.output == "mix" else self.out_norm.weight
         factor = weight * rms_factor(sum(parts.values()), self.norm_eps)
         parts = {name: (part * factor).flatten(2) for name, part in parts.items()}
         out_gate = self.gate_proj(features)

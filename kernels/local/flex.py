@@ -41,9 +41,12 @@ def _plan(N: int, grid: Grid, radius: int, start: int, extra: int, device: torch
     is_image = (is_image >= count) & (is_image < N)
     is_extra = torch.arange(N + extra, device=device) >= N
 
+    # A power of it in the mask would not compile once radii vary: Triton has none of an integer argument (torch 2.11).
+    limit = radius * radius
+
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = sum((column[i] - column[j]) * (column[i] - column[j]) for column in columns)
-        return torch.where(is_image[i], ~is_image[j] | (distance < radius**2), ~is_extra[j])
+        return torch.where(is_image[i], ~is_image[j] | (distance < limit), ~is_extra[j])
 
     some, every = _blocks(at, is_image, is_extra, N, radius)
     partial = some & ~every
