@@ -6,6 +6,7 @@ from linear_parts import FEW_MODELS, MORE_TARGETS, build, run
 
 import scanvas
 from scanvas.backbones.mixers import create_mixer, list_mixers
+from scanvas.backbones.rope import apply_rope
 from scanvas.diffusion.linear_attention_modules import rotate_pairs
 from scanvas.diffusion.linear_cores import NO_TARGETS, TARGETS
 from scanvas.diffusion.linear_cores_placed import PlacedCore
@@ -71,12 +72,17 @@ def test_map_masks_and_order(target, grid):
     shorter = rotate_pairs(angles.cos(), angles.sin())
     without = core.mix(*(z[:, seen] for z in (q, k, v)), None, shorter, hidden[:, seen], *place(core, text - 1, grid))
     torch.testing.assert_close(masked[:, seen], without)
-    changed = k.clone()
-    changed[:, 1] += 1
-    torch.testing.assert_close(
-        core.mix(q, changed, v, None, rotate, hidden, *place(core, text, grid))[:, seen], without
+    hidden[:, 9] = 0  # of the image: what such a token asks, offers and holds is nothing to the others
+    there = [i for i in range(15) if i not in (1, 9)]
+    masked = core.mix(q, k, v, None, rotate, hidden, *place(core, text, grid))
+    changed = [z.clone() for z in (q, k, v)]
+    for z in changed:
+        z[:, [1, 9]] += 1
+    again = core.mix(*changed, None, rotate, hidden, *place(core, text, grid))
+    torch.testing.assert_close(again[:, there], masked[:, there])
+    assert not torch.allclose(
+        core.mix(*changed, None, rotate, None, *place(core, text, grid))[:, there], masked[:, there]
     )
-    assert not torch.allclose(core.mix(q, changed, v, None, rotate, None, *place(core, text, grid)), masked)
 
     moved = [*range(3, 15), 0, 1, 2]
     first = core.mix(q, k, v, None, None, hidden, *place(core, text, grid))
@@ -111,6 +117,29 @@ def test_a_core_is_its_mixer(target):
     q, k, v = mixer.qkv(x)
     got = core.mix(q, k, v, x, None, None, *place(core, prefix, grid))
     torch.testing.assert_close(got, mixer.attend(x, grid, prefix))
+
+
+@pytest.mark.parametrize("target", MORE_TARGETS)
+def test_rotary_positions(target):
+    """They count, by their differences alone, and as in the mixers that have some of their own."""
+    core, (q, k, v) = make_core(target), qkv(14)
+    where = place(core, 2, (3, 4))
+    out = core.mix(q, k, v, None, None, None, *where)
+    assert not torch.allclose(core.mix(q, k, v, None, rotation(14), None, *where), out)
+    if target == "lina":  # its features come after them and are positive
+        mixer = create_mixer(target, WIDTH, HEADS, rope=True, gate_grid=None, dtype=torch.float64)
+        core = make_core(target, gates=0)
+    else:
+        angle = torch.full((14, 2), 0.7, dtype=torch.float64)
+        turned = core.mix(q, k, v, None, rotate_pairs(angle.cos(), angle.sin()), None, *where)
+        torch.testing.assert_close(turned, out)
+        if target not in ("mala", "nala", "rala", "retention"):
+            return
+        mixer = create_mixer(target, WIDTH, HEADS, rope=True, dtype=torch.float64)
+    x = torch.randn(2, 14, WIDTH, dtype=torch.float64)
+    endpoint = target in ("mala", "nala", "rala")
+    got = core.mix(*mixer.qkv(x), x, lambda z: apply_rope(z, (3, 4), 2, endpoint=endpoint), None, *where)
+    torch.testing.assert_close(got, mixer.attend(x, (3, 4), 2))
 
 
 @pytest.mark.parametrize("target", MORE_TARGETS)

@@ -13,7 +13,7 @@ from .commands import JSON, argument, command
     "give the softmax attention of a saved diffusers pipeline or model linear attention",
     argument("source", metavar="DIR", help="a pipeline or a model, as save_pretrained wrote it"),
     argument("--out", required=True, metavar="DIR", help="where the linearised one is written, with linearize.json"),
-    argument("--mixer", default="lit", help="lit (default), linfusion, hedgehog, gla, local, t5 or hybrid"),
+    argument("--mixer", default="lit", help="a target of docs/linearize.md, by default lit"),
     argument(
         "--layers",
         nargs="+",
