@@ -22,17 +22,24 @@ class NormWeight(nn.RMSNorm):
     hooks in (it takes the place of ``forward``) may reuse the memory as soon as the call is over: then it is a copy.
     """
 
-    @torch.jit.ignore
     def forward(self) -> Tensor:
-        return self.weight.clone() if "forward" in self.__dict__ else self.weight.view_as(self.weight)
+        copied = False
+        if not torch.jit.is_scripting():
+            copied = "forward" in self.__dict__
+        return self.weight.clone() if copied else self.weight.view_as(self.weight)
+
+
+@torch.jit.ignore
+def _swish_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``swish_norm`` with a signature that TorchScript can read."""
+    return swish_norm(o, gate, weight, eps=eps)
 
 
 class SwishNorm(nn.RMSNorm):
     """``RMSNorm(o) ⊙ SiLU(gate)``: see ``swish_norm``."""
 
-    @torch.jit.ignore
     def forward(self, o: Tensor, gate: Tensor) -> Tensor:
-        return swish_norm(o, gate, self.weight, eps=self.eps)
+        return _swish_norm(o, gate, self.weight, self.eps)
 
 
 class GatedLinearAttention(TokenMixer):
