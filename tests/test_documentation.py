@@ -7,8 +7,13 @@ import re
 import shlex
 from pathlib import Path
 
+import diffusers
+import linear_parts
 import pytest
+import teacher_parts
+import torch
 
+import scanvas
 from scanvas.backbones.mixers import MIXERS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,20 +27,56 @@ SOURCES = [
 SOURCES = [path for path in SOURCES if path.suffix in (".html", ".ipynb", ".md", ".py", ".toml", ".yaml", ".yml")]
 
 
-def blocks(page: Path, *languages: str) -> list[str]:
-    """The fenced blocks that are marked as one of these."""
+def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
+    """(language, text) of the fenced blocks that are marked as one of these."""
     found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    return [text for language, text in found if language in languages]
+    return [(language, text) for language, text in found if language in languages]
+
+
+def put_small_models_in(monkeypatch):
+    """In the place of published ones: pipelines of the same classes that are small, with random weights."""
+    published = {
+        "PixArtSigmaPipeline": "pixart_pipeline",
+        "FluxPipeline": "flux_pipeline",
+        "DiffusionPipeline": "sd_pipeline",
+    }
+    for name, small in published.items():
+        cls = getattr(diffusers, name)
+        load = cls.__dict__.get("from_pretrained", diffusers.DiffusionPipeline.__dict__["from_pretrained"])
+
+        def from_pretrained(cls, path, *, torch_dtype=None, _load=load, _small=small, **parts):
+            if Path(path).is_dir():
+                return _load.__get__(None, cls)(path, torch_dtype=torch_dtype, **parts)
+            pipeline = teacher_parts.PIPELINES[_small]()
+            pipeline.register_modules(**parts)
+            pipeline.set_progress_bar_config(disable=True)
+            return pipeline.to(torch_dtype or torch.float32)
+
+        monkeypatch.setattr(cls, "from_pretrained", classmethod(from_pretrained))
+    unet, _ = scanvas.linearize(linear_parts.unet()[0], "linfusion")
+    unet.save_pretrained("runs/linfusion-sd15/final/unet")
+
+
+def made_small(block: str) -> str:
+    block = re.sub(r"(height|width)=(\d)\d{3}\b", lambda m: f"{m[1]}={8 * int(m[2])}", block)
+    return block.replace('.to("cuda")', '.to("cpu")')
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks_run(page, tmp_path, monkeypatch):
-    """Top to bottom, as a reader would paste them."""
+def test_examples_run(page, tmp_path, monkeypatch):
+    """Blocks of ``python`` each by itself, as a reader would paste one. Those of ``py`` need published models, or
+    what stands above them: they run after it, with small models in the place of those, and small images."""
     monkeypatch.chdir(tmp_path)
-    if not blocks(page, "python"):
+    found = blocks(page, "python", "py")
+    if not found:
         pytest.skip("no Python in it")
-    for block in blocks(page, "python"):
-        exec(compile(block, str(page), "exec"), {"__name__": "__main__"})
+    if any(language == "py" for language, _ in found):
+        put_small_models_in(monkeypatch)
+    above = {"__name__": "__main__"}
+    for language, block in found:
+        space = {"__name__": "__main__"} if language == "python" else above
+        exec(compile(block if language == "python" else made_small(block), str(page), "exec"), space)
+        above.update(space)
 
 
 def slugs(page: Path) -> set[str]:
@@ -107,7 +148,7 @@ def test_command_lines_can_be_parsed(page):
     """Options are those of the command, with values that it takes. Abbreviations would parse, so they are looked up."""
     from scanvas.train.cli import COMMANDS, _parser, _with_defaults
 
-    fenced = "\n".join(blocks(page, "", "bash", "text"))
+    fenced = "\n".join(text for _, text in blocks(page, "", "bash", "text"))
     for line in re.findall(r"^scanvas (.*)$", re.sub(r"\\\n", " ", fenced), re.M):
         words = _with_defaults(shlex.split(line, comments=True))
         arguments = COMMANDS[" ".join(words[:2])] if " ".join(words[:2]) in COMMANDS else COMMANDS[words[0]]
