@@ -16,9 +16,12 @@ from .mixers import TokenMixer
 @torch.fx.wrap  # timm's register alone reaches only functions of the file that holds the model
 @register_notrace_function
 @torch.jit.ignore
-def _add_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """One node for tracers: which code runs depends on the device."""
-    return add_norm(x, branch, kind=norm.kind, weight=norm.weight, bias=getattr(norm, "bias", None), eps=norm.eps)
+def _add_norm(
+    x: Tensor, branch: Tensor, kind: str, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """One node for tracers: which code runs depends on the device. What was traced can be scripted, so that it takes
+    no module."""
+    return add_norm(x, branch, kind=kind, weight=weight, bias=bias, eps=eps)
 
 
 @register_notrace_module
@@ -59,7 +62,7 @@ def add_and_normalise(norm: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tenso
     """``x + branch`` and its norm, in one pass over memory if the norm can and nothing hooks into its calls."""
     hooked = norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__
     if isinstance(norm, RMSNorm | LayerNorm) and not hooked:
-        both = _add_norm(x, branch, norm)
+        both = _add_norm(x, branch, norm.kind, norm.weight, getattr(norm, "bias", None), norm.eps)
         return both[0], both[1]
     x = x + branch
     return x, norm(x)

@@ -123,6 +123,8 @@ def test_fx(name, kwargs):
 
     model = build(name, **kwargs)
     traced = create_feature_extractor(model, {model.default_cfg["classifier"].split(".")[0]: "out"})
+    scripted = torch.jit.script(traced)
     for x in (images(2), images(1).transpose(2, 3)):
         torch.testing.assert_close(traced(x)["out"], model(x), atol=0, rtol=0)
+        torch.testing.assert_close(scripted(x)["out"], model(x), atol=1e-5, rtol=1e-5)
     assert [node for node in traced.graph.nodes if node.op == "call_module" and node.target.endswith(".mixer")]
