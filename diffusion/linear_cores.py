@@ -269,8 +269,6 @@ NO_TARGETS: dict[str, str] = {
     "linear": "as a target it is called 'lit'",
     "mlla": "its queries and keys are projected from its values, so that none of the softmax's fit; 'linfusion' has "
     "the same features",
-    "sla": "it is the softmax itself for some blocks of keys, and has no core of its own yet; 'hybrid' with every=n is "
-    "the nearest",
     "softmax": "it is what is replaced",
 }
 """Mixers that are no targets, and why."""

@@ -10,9 +10,11 @@ from torch import Tensor
 from scanvas.backbones.mixers.agent import agent_map
 from scanvas.backbones.mixers.kernel import full
 from scanvas.backbones.mixers.retention import manhattan_decay
+from scanvas.backbones.mixers.sla import ZeroProjection, blocks_kept, route, sparse_map, sparse_softmax, spread
 from scanvas.kernels.dispatch import outside_autocast
+from scanvas.kernels.linear import linear_attention
 
-from .linear_core import Rotate
+from .linear_core import LinearCore, Rotate
 from .linear_cores_placed import Grid, PlacedCore
 
 
@@ -105,6 +107,49 @@ class RetentionCore(PlacedCore):
         return {"map": matrix if rows is None else matrix[:, :, rows]}
 
 
+class SlaCore(LinearCore):
+    """SLA (arXiv:2509.24006): a softmax over the tokens of the share ``keep`` of blocks of ``block`` keys that fit a
+    block of queries best, and a projection, zero at first, of the linear attention over all keys; both after the rotary
+    positions. The map is that of the softmax. Blocks are of the order of tokens, text and image alike."""
+
+    defaults: ClassVar[dict[str, Any]] = {"block": 64, "keep": 0.05, "kernel_size": 0, "eps": 1e-5}
+    fuses_heads: ClassVar[bool] = False
+
+    def __init__(
+        self, dim: int, value_dim: int, heads: int, streams: int, *, block: int, keep: float, eps: float, **options
+    ):
+        super().__init__(dim, value_dim, heads, streams, **options)
+        if block < 1:
+            raise ValueError(f"block must be a whole number of tokens, at least 1; got {block}")
+        if not 0 < keep <= 1:
+            raise ValueError(f"keep must be a share of the blocks, more than 0 and at most 1; got {keep}")
+        factory = {key: options[key] for key in ("device", "dtype") if key in options}
+        self.block, self.keep, self.eps = block, keep, eps
+        self.linear_proj = ZeroProjection(value_dim // heads, **factory)
+
+    def _route(self, q: Tensor, k: Tensor, weight: Tensor | None) -> Tensor:
+        return route(q, k, self.block, blocks_kept(q.shape[1], self.block, self.keep), weight)
+
+    def attend(self, q, k, v, x, rotate: Rotate | None, weight: Tensor | None) -> Tensor:
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
+        return sparse_softmax(q, k, v, self._route(q, k, weight), self.block, log_weight(weight))
+
+    def mix(self, q, k, v, x, rotate: Rotate | None, weight: Tensor | None) -> Tensor:
+        sparse = self.attend(q, k, v, x, rotate, weight)
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
+        k = spread(k) if weight is None else spread(k) * full(weight)[..., None, None]
+        return sparse + self.linear_proj(linear_attention(spread(q), k, v, eps=self.eps))
+
+    def attention_map_parts(
+        self, q, k, x, rotate: Rotate | None, weight: Tensor | None, rows: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
+        return {"map": sparse_map(q, k, self._route(q, k, weight), self.block, rows, log_weight(weight))}
+
+
 @outside_autocast
 def _along_lines(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, bias: Tensor | None, start: int, grid: tuple[int, ...]
@@ -143,4 +188,4 @@ def _along_lines(
     return image.to(result)
 
 
-SOFTMAX_TARGETS: dict[str, type[PlacedCore]] = {"agent": AgentCore, "retention": RetentionCore}
+SOFTMAX_TARGETS: dict[str, type[LinearCore]] = {"agent": AgentCore, "retention": RetentionCore, "sla": SlaCore}

@@ -33,6 +33,7 @@ _OPTIONS: dict[str, dict[str, str]] = {
     "rala": {"kernel_size": "kernel_size", "eps": "eps"},
     "retention": {"initial": "initial", "spread": "spread", "kernel_size": "kernel_size"},
     "sana": {"eps": "eps"},
+    "sla": {"block": "block", "keep": "keep", "eps": "eps"},
     "slab": {"pos_grid": "positions", "kernel_size": "kernel_size", "eps": "eps"},
 }
 """Target → keywords of its mixer, and the target's options that they come from."""
@@ -48,7 +49,7 @@ _ALWAYS: dict[str, dict[str, Any]] = {
     "rala": {"rope": False, "gated": False},
 }
 """Keywords that make the mixer what the target is."""
-_LIKE_SOFTMAX = ("local", "hybrid")  # mixers with norms and rotary positions on queries and keys
+_LIKE_SOFTMAX = ("local", "hybrid", "sla")  # mixers with norms and rotary positions on queries and keys
 _ROTATED = ("gla", "lina", "retention", *_LIKE_SOFTMAX)  # with the softmax's rotary positions
 
 

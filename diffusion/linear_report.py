@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from scanvas.backbones.mixers.sla import blocks_kept
 from scanvas.kernels.local import count_pairs
 
 from .adapters import Adapter
@@ -164,7 +165,7 @@ def _init(name: str, layer: nn.Module) -> str:
         return "identity" if hasattr(layer, "decay_proj") else "zero"
     if "features" in name:
         return "identity"
-    if "feature_map" in name or "position" in name or name.endswith("norm.bias"):
+    if "linear_proj" in name or "feature_map" in name or "position" in name or name.endswith("norm.bias"):
         return "zero"
     if "gate_proj" in name:  # of a mixer, not of a core
         return "zero" if name.endswith("weight") else "the gate is one"
@@ -304,6 +305,10 @@ def _linear_costs(spec: dict[str, Any], N: int, grid: tuple[int, ...], C: int) -
         others = N - image
         scores = sum(image * (size + others) for size in grid) + others * N
         return flops + 4 * C * scores, 2 * heads * image * (max(grid) + others)
+    if target == "sla":  # the softmax of some blocks, linear attention, and the projection of what it gives
+        seen = min(N, blocks_kept(N, options["block"], options["keep"]) * options["block"])
+        flops += 4 * N * seen * C + N * (4 * C * width + 3 * C + C) + 2 * N * C * width
+        return flops, 2 * heads * N * seen + 4 * C * width
     features = 2 if target in ("cosformer", "hedgehog", "nala") else 1
     flops += N * (4 * C * width * features + 3 * C * features + C)
     if target == "hedgehog":

@@ -308,7 +308,7 @@ FEW_MODELS = ("qwen", "vit", "denoiser")
 """Targets that are tried core by core in tests/test_linearize_kernel.py, and in whole models only in these: text and
 image with a mask and rotary positions; class token; mixers of ours."""
 
-SMALL_OPTIONS = {"local": {"radius": 2, "pool": 2}, "hybrid": {"radius": 2}}
+SMALL_OPTIONS = {"local": {"radius": 2, "pool": 2}, "hybrid": {"radius": 2}, "sla": {"block": 4, "keep": 0.3}}
 """Of targets whose windows by default hold all of such small images."""
 
 

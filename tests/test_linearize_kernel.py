@@ -14,13 +14,14 @@ from scanvas.diffusion.linear_cores_placed import PlacedCore
 WIDTH, HEADS = 16, 4
 OPTIONS = {"cosformer": {"positions": "2d"}, "agent": {"grid_size": None}, "focused": {"grid_size": None}}
 OPTIONS |= {"inline": {"local": False}, "mala": {"rope": False}, "rala": {"rope": False}, "nala": {"rope": False}}
-OPTIONS["sana"] = {"qkv_bias": True}
+OPTIONS |= {"sana": {"qkv_bias": True}, "sla": {"block": 4, "keep": 0.5}}
 
 
 def make_core(target, heads=HEADS, **options):
     """A core in float64 whose parameters are all different from those it starts with."""
     torch.manual_seed(0)
-    defaults = {**TARGETS[target].defaults, "kernel_size": 0, **options}
+    blocks = {"block": 4, "keep": 0.5} if target == "sla" else {}
+    defaults = {**TARGETS[target].defaults, "kernel_size": 0, **blocks, **options}
     if "least" in defaults:
         defaults["least"] = 1.0  # reached by some tokens, and not by others
     core = TARGETS[target](WIDTH, WIDTH, heads, 1, **defaults, dtype=torch.float64)
@@ -57,7 +58,7 @@ def test_map_masks_and_order(target, grid):
     hidden[:, 1] = 0
     hidden[1, 2] = 0.3
     for turn in (None, rotate):
-        for weight in (None, hidden):
+        for weight in (None, hidden, hidden[:1]):
             args = (None, turn, weight)
             out = core.attend(q, k, v, *args, *place(core, text, grid))
             (matrix,) = core.attention_map_parts(q, k, *args, None, *place(core, text, grid)).values()
@@ -66,12 +67,8 @@ def test_map_masks_and_order(target, grid):
             (some,) = core.attention_map_parts(q, k, *args, rows, *place(core, text, grid)).values()
             torch.testing.assert_close(some, matrix[:, :, rows])
 
-    seen = [0, 2, *range(3, 15)]
-    masked = core.mix(q, k, v, None, rotate, hidden, *place(core, text, grid))
-    angles = torch.randn(15, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))[seen]
-    shorter = rotate_pairs(angles.cos(), angles.sin())
-    without = core.mix(*(z[:, seen] for z in (q, k, v)), None, shorter, hidden[:, seen], *place(core, text - 1, grid))
-    torch.testing.assert_close(masked[:, seen], without)
+    if target != "sla":  # whose blocks begin elsewhere
+        check_text(core, (q, k, v), hidden, text, grid)
     hidden[:, 9] = 0  # of the image: what such a token asks, offers and holds is nothing to the others
     there = [i for i in range(15) if i not in (1, 9)]
     masked = core.mix(q, k, v, None, rotate, hidden, *place(core, text, grid))
@@ -84,6 +81,17 @@ def test_map_masks_and_order(target, grid):
         core.mix(*changed, None, rotate, None, *place(core, text, grid))[:, there], masked[:, there]
     )
 
+
+def check_text(core, tokens, hidden, text, grid):
+    """Hidden text is as good as none, and where the text stands changes nothing."""
+    q, k, v = tokens
+    rotate = rotation(15)
+    seen = [0, 2, *range(3, 15)]
+    masked = core.mix(q, k, v, None, rotate, hidden, *place(core, text, grid))
+    angles = torch.randn(15, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))[seen]
+    shorter = rotate_pairs(angles.cos(), angles.sin())
+    without = core.mix(*(z[:, seen] for z in (q, k, v)), None, shorter, hidden[:, seen], *place(core, text - 1, grid))
+    torch.testing.assert_close(masked[:, seen], without)
     moved = [*range(3, 15), 0, 1, 2]
     first = core.mix(q, k, v, None, None, hidden, *place(core, text, grid))
     last = core.mix(*(z[:, moved] for z in (q, k, v)), None, None, hidden[:, moved], *place(core, 0, grid))
@@ -116,6 +124,10 @@ def test_a_core_is_its_mixer(target):
     x = torch.randn(2, prefix + 12, WIDTH, dtype=torch.float64)
     q, k, v = mixer.qkv(x)
     got = core.mix(q, k, v, x, None, None, *place(core, prefix, grid))
+    if target == "sla":  # whose linear attention is beside the map
+        got = got.flatten(2)
+        torch.testing.assert_close(got, sum(mixer.branches(x, grid, prefix=prefix).values()))
+        return
     torch.testing.assert_close(got, mixer.attend(x, grid, prefix))
 
 
@@ -129,6 +141,9 @@ def test_rotary_positions(target):
     if target == "lina":  # its features come after them and are positive
         mixer = create_mixer(target, WIDTH, HEADS, rope=True, gate_grid=None, dtype=torch.float64)
         core = make_core(target, gates=0)
+    elif target == "sla":  # whose linear attention, not the softmax's, has such features
+        mixer = create_mixer(target, WIDTH, HEADS, rope=True, dtype=torch.float64, **OPTIONS[target])
+        core.linear_proj.reset_parameters()
     else:
         angle = torch.full((14, 2), 0.7, dtype=torch.float64)
         turned = core.mix(q, k, v, None, rotate_pairs(angle.cos(), angle.sin()), None, *where)
@@ -186,6 +201,8 @@ def test_every_mixer_is_a_target_or_the_error_says_why():
         ("agents must be the side of a grid", "agent", {"agents": 0}),
         ("least must be positive, got 0", "l2", {"least": 0}),
         ("initial must be positive, got 0", "retention", {"initial": 0}),
+        ("block must be a whole number of tokens", "sla", {"block": 0}),
+        ("keep must be a share of the blocks", "sla", {"keep": 1.5}),
         ("heads: 'retention' keeps the scores", "retention", {"heads": 2}),
     ):
         with pytest.raises(ValueError, match=message):
@@ -204,6 +221,7 @@ def test_costs():
     assert after("agent", agents=2)["bytes_after"] == 2 * 4 * N * 4
     assert after("retention", kernel_size=0)["flops_after"] == 3 * 4 * C * N * (4 + 6)
     assert after("retention")["bytes_after"] == 2 * 4 * N * 6
+    assert after("sla", block=4, keep=0.5)["flops_after"] == 3 * N * (4 * 12 * C + 4 * C * d + 3 * C + C + 2 * C * d)
     assert after("nala", kernel_size=0)["flops_after"] == 3 * N * (4 * C * d * 2 + 3 * C * 2 + C)
     assert after("flow")["flops_after"] == 3 * N * (4 * C * d + 3 * C + C)
 
@@ -226,3 +244,12 @@ def test_sana_is_lit_with_all_heads():
     one, _ = scanvas.linearize(model, "sana")
     other, _ = scanvas.linearize(model, "lit", heads=4, kernel_size=0, eps=1e-15)
     torch.testing.assert_close(run(one, inputs), run(other, inputs))
+
+
+def test_sla_never_looks_at_a_block_of_hidden_keys():
+    core, k = make_core("sla", keep=0.25), qkv(16)[1]
+    hidden = torch.ones(1, 16, dtype=torch.float64)
+    hidden[:, 4:8] = 0  # its mean is zero, and would fit queries to which all others point away
+    (matrix,) = core.attention_map_parts(-k.abs(), k.abs(), None, None, hidden).values()
+    assert matrix[..., 4:8].max() < 1e-20
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(2, HEADS, 16, dtype=torch.float64))

@@ -38,16 +38,62 @@ def _blocks(x: Tensor, size: int) -> Tensor:
     return x.transpose(1, 2).unflatten(2, (-1, size))
 
 
+def blocks_kept(tokens: int, size: int, keep: float) -> int:
+    """How many blocks are a share of those there are, one at least."""
+    return max(1, int(keep * -(-tokens // size)))
+
+
 @outside_autocast
 @torch.no_grad()
-def route(q: Tensor, k: Tensor, size: int, kept: int) -> Tensor:
-    """Indices ``(B, H, blocks, kept)`` of the blocks of keys whose mean fits the mean of a block of queries best."""
-    N, dtype = q.shape[1], torch.promote_types(q.dtype, torch.float32)
-    blocks = -(-N // size)
-    counts = torch.full((blocks, 1), float(size), dtype=dtype, device=q.device)
-    counts[-1] = N - (blocks - 1) * size
-    q, k = (_blocks(x.to(dtype), size).sum(3) / counts for x in (q, k))
-    return (q @ k.mT).topk(kept, dim=-1).indices
+def route(q: Tensor, k: Tensor, size: int, kept: int, weight: Tensor | None = None) -> Tensor:
+    """Indices ``(B, H, blocks, kept)`` of the blocks of keys whose mean fits the mean of a block of queries best. With
+    a ``weight`` of tokens ``(B or 1, N)`` so much of each is in the means, and blocks of hidden ones come last."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    there = q.new_ones(1, q.shape[1], dtype=dtype) if weight is None else weight.to(dtype)
+    counts = _blocks(there[..., None, None], size).sum(3)
+    q, k = (_blocks(x.to(dtype) * there[..., None, None], size).sum(3) / counts.clamp_min(1e-37) for x in (q, k))
+    scores = q @ k.mT
+    if weight is not None:
+        scores = scores.masked_fill(counts.mT == 0, -torch.inf)
+    return scores.topk(kept, dim=-1).indices
+
+
+def sparse_softmax(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, size: int, bias: Tensor | None = None) -> Tensor:
+    """Softmax attention of each block of queries to the blocks of keys ``chosen`` for it, ``(B, N, H, D)``; see
+    ``route``. ``bias`` ``(B or 1, N)`` is added to the scores of keys."""
+    N, H, D = q.shape[1:]
+    blocks, kept = chosen.shape[2:]
+    queries, keys, values = (_blocks(x, size).flatten(0, 1) for x in (q, k, v))
+    chosen = chosen.flatten(0, 1)
+    there = (torch.arange(blocks * size, device=q.device) < N).view(blocks, size)
+    if bias is not None:
+        bias = F.pad(bias.to(q.dtype), (0, -N % size), value=-torch.inf).unflatten(1, (-1, size))
+        bias = bias[:, None].expand(q.shape[0], H, -1, -1).flatten(0, 1)
+    parts = []
+    for part, index in zip(*(x.split(max(1, _BLOCKS_AT_A_TIME // kept), dim=1) for x in (queries, chosen))):
+        flat = index.flatten(1)[..., None]
+        k_, v_ = (
+            x.flatten(2).gather(1, flat.expand(-1, -1, size * D)).view(*part.shape[:2], kept * size, D)
+            for x in (keys, values)
+        )
+        if bias is None:
+            mask = there[index].flatten(2).unsqueeze(2)
+        else:
+            mask = bias.gather(1, flat.expand(-1, -1, size)).view(*part.shape[:2], 1, kept * size)
+        parts.append(F.scaled_dot_product_attention(part, k_, v_, attn_mask=mask))
+    out = torch.cat(parts, dim=1).flatten(1, 2)[:, :N]
+    return out.unflatten(0, (-1, H)).transpose(1, 2)
+
+
+def sparse_map(
+    q: Tensor, k: Tensor, chosen: Tensor, size: int, rows: Tensor | None, bias: Tensor | None = None
+) -> Tensor:
+    """The map of ``sparse_softmax``, ``(B, H, R, N)`` in float32 (float64 for float64 inputs)."""
+    N = q.shape[1]
+    rows = torch.arange(N, device=q.device) if rows is None else rows.to(q.device)
+    near = torch.zeros(*chosen.shape[:3], chosen.shape[2], dtype=torch.bool, device=q.device)
+    near = near.scatter(3, chosen, True)[:, :, rows // size].repeat_interleave(size, dim=3)
+    return _masked_map(q[:, rows], k, near[..., :N], bias)
 
 
 class SparseLinearAttention(SoftmaxAttention):
@@ -96,29 +142,13 @@ class SparseLinearAttention(SoftmaxAttention):
         self.linear_proj = ZeroProjection(dim // num_heads, device=device, dtype=dtype)
 
     def _route(self, q: Tensor, k: Tensor) -> Tensor:
-        return route(q, k, self.block, max(1, int(self.keep * -(-q.shape[1] // self.block))))
+        return route(q, k, self.block, blocks_kept(q.shape[1], self.block, self.keep))
 
     def _sparse(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        N, H, D = q.shape[1:]
-        size, chosen = self.block, self._route(q, k)
-        blocks, kept = chosen.shape[2:]
-        queries, keys, values = (_blocks(x, size).flatten(0, 1) for x in (q, k, v))
-        chosen = chosen.flatten(0, 1)
-        there = (torch.arange(blocks * size, device=q.device) < N).view(blocks, size)
-        parts = []
-        for part, index in zip(*(x.split(max(1, _BLOCKS_AT_A_TIME // kept), dim=1) for x in (queries, chosen))):
-            flat = index.flatten(1)[..., None]
-            k_, v_ = (
-                x.flatten(2).gather(1, flat.expand(-1, -1, size * D)).view(*part.shape[:2], kept * size, D)
-                for x in (keys, values)
-            )
-            mask = there[index].flatten(2).unsqueeze(2)
-            parts.append(F.scaled_dot_product_attention(part, k_, v_, attn_mask=mask))
-        out = torch.cat(parts, dim=1).flatten(1, 2)[:, :N]
-        return out.unflatten(0, (-1, H)).transpose(1, 2)
+        return sparse_softmax(q, k, v, self._route(q, k), self.block)
 
     def _linear(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.linear_proj(linear_attention(_spread(q), _spread(k), v, eps=self.eps))
+        return self.linear_proj(linear_attention(spread(q), spread(k), v, eps=self.eps))
 
     def mix(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         q, k, v = self._qkv(x, grid, prefix)
@@ -132,11 +162,7 @@ class SparseLinearAttention(SoftmaxAttention):
 
     def attention_map(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
         q, k, _ = self._qkv(x, grid, prefix)
-        chosen = self._route(q, k)
-        rows = torch.arange(x.shape[1], device=x.device) if rows is None else rows.to(x.device)
-        near = torch.zeros(*chosen.shape[:3], chosen.shape[2], dtype=torch.bool, device=x.device)
-        near = near.scatter(3, chosen, True)[:, :, rows // self.block].repeat_interleave(self.block, dim=3)
-        return _masked_map(q[:, rows], k, near[..., : x.shape[1]])
+        return sparse_map(q, k, self._route(q, k), self.block, rows)
 
     def branches(self, x: Tensor, grid: tuple[int, int], *, prefix: int = 0) -> dict[str, Tensor]:
         q, k, v = self._qkv(x, grid, prefix)
@@ -144,13 +170,15 @@ class SparseLinearAttention(SoftmaxAttention):
 
 
 @outside_autocast
-def _spread(z: Tensor) -> Tensor:
+def spread(z: Tensor) -> Tensor:
     """Softmax over the channels, in at least float32."""
     return z.to(torch.promote_types(z.dtype, torch.float32)).softmax(-1)
 
 
 @outside_autocast
-def _masked_map(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+def _masked_map(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = torch.einsum("brhd,bnhd->bhrn", q.to(dtype), k.to(dtype)) * q.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + bias.to(dtype)[:, None, None]
     return scores.masked_fill(~mask, -torch.inf).softmax(-1)
