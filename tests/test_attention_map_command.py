@@ -6,6 +6,7 @@ import json
 import re
 
 import chromium
+import matplotlib
 import numpy as np
 import pytest
 import timm
@@ -144,6 +145,14 @@ def test_the_page_in_a_browser(photo, tmp_path):
         assert all(url.startswith(("file:", "data:", "blob:")) for url in browser.requests)
         browser.screenshot(tmp_path / "page.png")
     assert len(np.unique(np.asarray(Image.open(tmp_path / "page.png").convert("L")))) > 50
+
+
+def test_a_notebook_keeps_its_backend(photo, tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, "backend", "svg")
+    maps = scanvas.attention_maps(timm.create_model("test_vig"), photo, -1, size=64, query=(1, 1))
+    figure = maps.plot(tmp_path / "map.png")
+    assert matplotlib.rcParams["backend"] == "svg"
+    assert len(figure.axes) == 6  # the photograph, the mean of the heads, both directions, two heads
 
 
 def test_overlay_and_mark():

@@ -95,10 +95,7 @@ def new_figure(width: float, height: float):
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib
-
-    matplotlib.use("agg", force=False)
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # and no pyplot: a notebook keeps its own way of showing figures
 
     return Figure(figsize=(width, height), dpi=110, layout="none", facecolor="white")
 
