@@ -1,32 +1,25 @@
 """``LinearDiTTransformer2DModel``: a diffusion transformer, with any mixer for its attention, as a diffusers model."""
 
-from functools import wraps
+from collections.abc import Mapping
 from importlib import import_module
+from typing import Any
 
 import torch
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
-from diffusers.loaders import FromOriginalModelMixin, PeftAdapterMixin
-from diffusers.models.attention import AttentionMixin
-from diffusers.models.cache_utils import CacheMixin
-from diffusers.models.modeling_outputs import Transformer2DModelOutput
-from diffusers.models.modeling_utils import ModelMixin
-from diffusers.utils import USE_PEFT_BACKEND, scale_lora_layers, unscale_lora_layers
+from diffusers.configuration_utils import register_to_config
+from diffusers.loaders import FromOriginalModelMixin
+from diffusers.models.modeling_utils import ModelMixin  # noqa: F401 - diffusers looks for it beside its models
 from torch import Tensor, nn
 
 from scanvas.backbones.mixers import TokenMixer, layer_options
 from scanvas.backbones.scan import ORDERS, from_order, to_order
 
 from .block import MLPS, NORMS, LinearDiTBlock
-from .checks import check_denoiser_inputs, check_multiple, check_one_of, to_size
+from .checks import check_multiple, check_one_of, check_outputs, to_size
 from .conditioning import AdaptiveLayerNorm, TextProjection, TimeEmbedding, sincos_positions
+from .denoiser_base import Denoiser
 
-PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow_prediction")
 
-
-class LinearDiTTransformer2DModel(
-    ModelMixin, ConfigMixin, AttentionMixin, PeftAdapterMixin, FromOriginalModelMixin, CacheMixin
-):
+class LinearDiTTransformer2DModel(Denoiser, FromOriginalModelMixin):
     """A denoiser of images or latents of any height and width, conditioned on time and on classes, text or both.
 
     One class for DiG (arXiv:2405.18428: ``mixer="gla"`` in one direction, scan orders, ``depthwise_conv``), LiT
@@ -61,11 +54,8 @@ class LinearDiTTransformer2DModel(
         ValueError: an argument is not allowed; the message names it.
     """
 
-    _supports_gradient_checkpointing = True
     _no_split_modules = ["LinearDiTBlock"]  # noqa: RUF012 - diffusers declares these as lists
     _repeated_blocks = ["LinearDiTBlock"]  # noqa: RUF012
-    # Embeddings and norms, and the convolutions and decays, whose weights mixers hand to kernels.
-    _skip_layerwise_casting_patterns = ["patch_embed", "norm", "embed", "conv", "decay_proj"]  # noqa: RUF012
 
     @register_to_config
     def __init__(
@@ -94,24 +84,13 @@ class LinearDiTTransformer2DModel(
         layer_mixers: dict[str, dict] | None = None,
     ):
         super().__init__()
-        out_channels = in_channels if out_channels is None else out_channels
-        if out_channels not in (in_channels, 2 * in_channels):
-            raise ValueError(
-                f"out_channels must be in_channels = {in_channels} or, with a learned variance, {2 * in_channels}; "
-                f"got {out_channels}"
-            )
+        out_channels = check_outputs(in_channels, out_channels, prediction_type, num_classes)
         check_one_of("mlp", mlp, MLPS)
         check_one_of("norm_type", norm_type, NORMS)
-        check_one_of("prediction_type", prediction_type, PREDICTIONS)
-        if prediction_type == "flow_prediction" and out_channels != in_channels:
-            raise ValueError(
-                "prediction_type 'flow_prediction' has no variance to learn: out_channels must be in_channels"
-            )
         if num_layers < 1 or not scan_orders:
             raise ValueError(f"num_layers and scan_orders must not be empty, got {num_layers} and {scan_orders}")
-        for name, value in (("num_classes", num_classes), ("caption_channels", caption_channels)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be positive, or None for none; got {value}")
+        if caption_channels is not None and caption_channels < 1:
+            raise ValueError(f"caption_channels must be positive, or None for none; got {caption_channels}")
         for name, size in zip(("height", "width"), to_size(sample_size)):
             check_multiple(f"sample_size ({name})", size, patch_size, "patch_size")
         dim = num_attention_heads * attention_head_dim
@@ -120,7 +99,6 @@ class LinearDiTTransformer2DModel(
         self.register_to_config(out_channels=out_channels)
         self.inner_dim = dim
         self.gradient_checkpointing = False
-        self._fused_mixers: list[TokenMixer] = []
 
         self.patch_embed = nn.Conv2d(in_channels, dim, patch_size, stride=patch_size)
         self.time_embed = TimeEmbedding(dim)
@@ -158,6 +136,10 @@ class LinearDiTTransformer2DModel(
         self.proj_out = nn.Linear(dim, patch_size**2 * out_channels)
         self._init_weights()
 
+    @classmethod
+    def size_multiple(cls, config: Mapping[str, Any]) -> int:
+        return config["patch_size"]
+
     @torch.no_grad()
     def _init_weights(self) -> None:
         for module in self.modules():
@@ -190,34 +172,6 @@ class LinearDiTTransformer2DModel(
                 nn.init.zeros_(layer.bias)
         return self
 
-    def drop_labels(self, class_labels: Tensor, probability: float, generator: torch.Generator | None = None) -> Tensor:
-        """Replace each of the labels ``(B,)`` by the null label with this probability, for training with
-        classifier-free guidance (arXiv:2207.12598). The model itself drops nothing, in training or not."""
-        drop = torch.rand(class_labels.shape, generator=generator, device=class_labels.device) < probability
-        return class_labels.masked_fill(drop, self.config.num_classes)
-
-    def fuse_qkv_projections(self) -> None:
-        """One projection instead of three in every mixer, of two in attention to text: quicker, the same result. Not
-        while LoRA layers are loaded, which it would lose."""
-        if getattr(self, "_hf_peft_config_loaded", False):
-            raise ValueError("fuse_qkv_projections would lose the LoRA layers; fuse_lora() and unload_lora() first")
-        super().fuse_qkv_projections()
-        for block in self.transformer_blocks:
-            if not block.mixer.fused_projections:
-                block.mixer.fuse_projections()
-                self._fused_mixers.append(block.mixer)
-
-    def unfuse_qkv_projections(self) -> None:
-        """Undo ``fuse_qkv_projections``."""
-        super().unfuse_qkv_projections()
-        while self._fused_mixers:
-            self._fused_mixers.pop().fuse_projections(False)
-
-    def enable_cache(self, config) -> None:
-        """As in diffusers, whose caches that skip blocks are told here what a block takes and returns."""
-        TransformerBlockRegistry.register(LinearDiTBlock, TransformerBlockMetadata(return_hidden_states_index=0))
-        super().enable_cache(config)
-
     @classmethod
     def from_single_file(cls, pretrained_model_link_or_path_or_dict, **kwargs) -> "LinearDiTTransformer2DModel":
         """Load an original DiG checkpoint, see ``convert_dig_checkpoint``, or with ``config=DIRECTORY`` a file of ours.
@@ -228,60 +182,6 @@ class LinearDiTTransformer2DModel(
         if "config" not in kwargs:
             kwargs.setdefault("original_config", {})  # the hyper-parameters are read off the tensors
         return super().from_single_file(pretrained_model_link_or_path_or_dict, **kwargs)
-
-    @wraps(ModelMixin.save_pretrained)  # pipelines look at its signature
-    def save_pretrained(self, *args, **kwargs) -> None:
-        # Projections are saved unfused, as ``from_pretrained`` will look for them.
-        fused = bool(self._fused_mixers)
-        if fused:
-            self.unfuse_qkv_projections()
-        try:
-            super().save_pretrained(*args, **kwargs)
-        finally:
-            if fused:
-                self.fuse_qkv_projections()
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        timestep: Tensor,
-        class_labels: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        added_cond_kwargs: dict | None = None,
-        attention_kwargs: dict | None = None,
-        cross_attention_kwargs: dict | None = None,
-        return_dict: bool = True,
-    ) -> Transformer2DModelOutput | tuple[Tensor]:
-        """
-        Args:
-            hidden_states: ``(B, in_channels, H, W)``, H and W divisible by ``patch_size``.
-            timestep: ``(B,)``, ``(1,)`` or a scalar, in [0, 1000], integer or not.
-            class_labels: ``(B,)`` int64 in 0…num_classes; ``None`` for no class.
-            encoder_hidden_states: ``(B, T, caption_channels)``, needed by a model with text.
-            encoder_attention_mask: ``(B, T)``, non-zero where a text token counts, or ``(B, 1, T)`` to be added to the
-                scores. A row without any such token is as if there were no text.
-            added_cond_kwargs: accepted for PixArt's pipelines as long as it holds nothing.
-            attention_kwargs, cross_attention_kwargs: may hold ``scale``, that of LoRA layers.
-            return_dict: return a ``Transformer2DModelOutput``, else a tuple.
-
-        Returns:
-            ``sample`` ``(B, out_channels, H, W)``.
-
-        Raises:
-            ValueError: an input is missing, superfluous or of the wrong shape.
-        """
-        scale = self._lora_scale(attention_kwargs, cross_attention_kwargs)
-        text, text_mask = encoder_hidden_states, encoder_attention_mask
-        check_denoiser_inputs(self.config, hidden_states, timestep, class_labels, text, text_mask, added_cond_kwargs)
-        if scale is not None:
-            scale_lora_layers(self, scale)
-        try:
-            sample = self._denoise(hidden_states, timestep, class_labels, text, text_mask)
-        finally:
-            if scale is not None:
-                unscale_lora_layers(self, scale)
-        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
     def _denoise(self, latent, timestep, class_labels, text, text_mask) -> Tensor:
         B, _, height, width = latent.shape
@@ -329,13 +229,3 @@ class LinearDiTTransformer2DModel(
             if self.config.long_skip and i < (depth - 1) // 2:
                 skips.append((x, orders[(i + 1) % len(orders)]))
         return to_order(x, orders[depth % len(orders)], grid)[0] if self.config.original_scan_order else x
-
-    @staticmethod
-    def _lora_scale(*kwargs: dict | None) -> float | None:
-        scale = None
-        for entries in kwargs:
-            for key, value in (entries or {}).items():
-                if key != "scale":
-                    raise ValueError(f"attention_kwargs may hold 'scale', that of LoRA layers; got {key!r}")
-                scale = value
-        return scale if USE_PEFT_BACKEND else None

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from scanvas.backbones.mixers import create_mixer
-from scanvas.backbones.mixers.softmax import SoftmaxAttention
+from scanvas.backbones.mixers.softmax import SoftmaxAttention, UnitNorm
 
 from .adapters import Adapter, register_adapter
 from .linear_attention_modules import GridRecord
@@ -131,6 +131,8 @@ class DenoiserAdapter(Adapter):
     @staticmethod
     def refuse(path: str, original: nn.Module, spec: dict[str, Any]) -> None:
         """What a mixer of ours can not take over from the softmax."""
+        if isinstance(original.q_norm, UnitNorm):
+            raise ValueError(f"{path}: softmax of cosines (cosine=True) can not be linearised")
         if not isinstance(original.q_norm, nn.Identity) and spec["mixer"] not in _LIKE_SOFTMAX:
             raise ValueError(
                 f"{path}: its queries and keys are normalised (qk_norm), which of the targets only "

@@ -131,7 +131,7 @@ class LinearDiTPipelineBase(DiffusionPipeline, DenoiserLoraMixin):
         sizes = []
         for name, size, default in zip(("height", "width"), (height, width), to_size(c.sample_size)):
             size = default * factor if size is None else size
-            check_multiple(name, size, factor * c.patch_size, "pixels of a patch")
+            check_multiple(name, size, factor * self.transformer.size_multiple(c), "pixels of a patch")
             sizes.append(size // factor)
         check_output(output_type, channels)
         check_guidance(*guidance[1:])
@@ -147,7 +147,7 @@ class LinearDiTPipelineBase(DiffusionPipeline, DenoiserLoraMixin):
         self._guidance_scale, self._guidance_rescale, interval = guidance
         self._guidance_interval = (float(interval[0]), float(interval[1]))
         self._interrupt = False
-        tokens = sizes[0] * sizes[1] // c.patch_size**2
+        tokens = sizes[0] * sizes[1] // c.get("patch_size", 1) ** 2
         timesteps = set_timesteps(self.scheduler, steps, tokens, self._execution_device)
         self._num_timesteps = len(timesteps)
         return *sizes, timesteps

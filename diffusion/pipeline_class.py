@@ -11,7 +11,9 @@ from torch import Tensor
 
 from .denoiser import LinearDiTTransformer2DModel
 from .pipeline import Callback, Generators, LinearDiTPipelineBase, Vae
+from .u_denoiser import LinearUDiTTransformer2DModel
 
+Transformer = Union[LinearDiTTransformer2DModel, LinearUDiTTransformer2DModel]  # noqa: UP007 - see Vae
 Labels = Union[dict[int, str], dict[str, str], None]  # noqa: UP007 - see Vae
 
 
@@ -30,7 +32,7 @@ class LinearDiTClassPipeline(LinearDiTPipelineBase):
 
     def __init__(
         self,
-        transformer: LinearDiTTransformer2DModel,
+        transformer: Transformer,
         scheduler: SchedulerMixin,
         vae: Vae = None,
         id2label: Labels = None,
@@ -67,7 +69,7 @@ class LinearDiTClassPipeline(LinearDiTPipelineBase):
         if isinstance(class_labels, list | tuple):
             return [label for entry in class_labels for label in self._class_labels(entry)]
         count = self.transformer.config.num_classes
-        if count is None or self.transformer.config.caption_channels is not None:
+        if count is None or self.transformer.config.get("caption_channels") is not None:
             raise ValueError("the transformer must have classes (num_classes) and no text (caption_channels)")
         if isinstance(class_labels, str):
             (class_labels,) = self.get_label_ids(class_labels)

@@ -1,8 +1,10 @@
-"""The published sizes of DiG, LiT and DiT, and small text-to-image models, by name."""
+"""The published sizes of DiG, LiT, DiT and U-DiT, and small text-to-image models, by name."""
 
 from typing import Any
 
 from .denoiser import LinearDiTTransformer2DModel
+from .denoiser_base import Denoiser
+from .u_denoiser import LinearUDiTTransformer2DModel
 
 # DiT's sizes (arXiv:2212.09748, table 1): blocks, heads of attention, width.
 _SIZES = {"s": (12, 6, 384), "b": (12, 12, 768), "l": (24, 16, 1024), "xl": (28, 16, 1152)}
@@ -47,6 +49,16 @@ def _presets() -> dict[str, dict[str, Any]]:
         presets[f"dig_t2i_{name}_2"] = _size(name, heads, 2, **text, **dig, num_cross_attention_heads=heads)
         mix = {**lit, "mixer_kwargs": {"kernel_size": 0}, "mlp": "mix"}
         presets[f"lit_t2i_{name}_2"] = _size(name, 2 * heads, 2, **text, **mix, num_cross_attention_heads=heads)
+    # U-DiT's sizes (arXiv:2405.02730): heads, of 24 channels at the first level.
+    for name, heads in (("s", 4), ("b", 8), ("l", 16)):
+        presets[f"udit_{name}"] = {
+            **classes,
+            "sample_size": 32,
+            "num_attention_heads": heads,
+            "attention_head_dim": 24,
+            "mixer_kwargs": {"cosine": True, "rope": True},
+            "mlp": "rep",
+        }
     # For the smallest images, such as handwritten digits, in pixel space.
     presets["dig_t2i_nano"] = {
         **presets["dig_t2i_s_2"],
@@ -63,16 +75,22 @@ def _presets() -> dict[str, dict[str, Any]]:
 
 
 PRESETS: dict[str, dict[str, Any]] = _presets()
-"""Name → keywords of ``LinearDiTTransformer2DModel``."""
+"""Name → keywords of ``denoiser_class``."""
 
 
-def create_denoiser(name: str, **overrides: Any) -> LinearDiTTransformer2DModel:
+def denoiser_class(name: str) -> type[Denoiser]:
+    """The class that a preset is of: ``LinearUDiTTransformer2DModel`` for ``udit_…``, else
+    ``LinearDiTTransformer2DModel``."""
+    return LinearUDiTTransformer2DModel if name.startswith("udit_") else LinearDiTTransformer2DModel
+
+
+def create_denoiser(name: str, **overrides: Any) -> Denoiser:
     """Build a denoiser of a published size with fresh weights, zeroed where DiT zeroes them (``zero_init``).
 
     Args:
         name: ``dig_{s,b,l,xl}_{2,4,8}``, the same with ``_skip``, ``lit_{s,b,l,xl}_2``, ``dit_{s,b,l,xl}_{2,4,8}``,
-            ``dig_t2i_{s,b}_2``, ``lit_t2i_{s,b}_2`` or ``dig_t2i_nano``; see ``PRESETS``.
-        overrides: keywords of ``LinearDiTTransformer2DModel`` to change.
+            ``udit_{s,b,l}``, ``dig_t2i_{s,b}_2``, ``lit_t2i_{s,b}_2`` or ``dig_t2i_nano``; see ``PRESETS``.
+        overrides: keywords of the model's class to change, see ``denoiser_class``.
 
     Raises:
         ValueError: no preset has that name.
@@ -80,4 +98,4 @@ def create_denoiser(name: str, **overrides: Any) -> LinearDiTTransformer2DModel:
     """
     if name not in PRESETS:
         raise ValueError(f"denoiser must be one of {', '.join(sorted(PRESETS))}; got {name!r}")
-    return LinearDiTTransformer2DModel(**{**PRESETS[name], **overrides}).zero_init()
+    return denoiser_class(name)(**{**PRESETS[name], **overrides}).zero_init()

@@ -39,7 +39,7 @@ API = {
     "operations": ("Operations", ["scanvas.kernels.gated", "scanvas.kernels.linear", "scanvas.kernels.dispatch"]),
     "denoisers": (
         "Denoisers",
-        ["scanvas.diffusion.denoiser", "scanvas.diffusion.presets", "scanvas.diffusion.convert"],
+        [f"scanvas.diffusion.{name}" for name in ("denoiser", "u_denoiser", "presets", "convert")],
     ),
     "pipelines": ("Pipelines", ["scanvas.diffusion.pipeline_text", "scanvas.diffusion.pipeline_class"]),
     "linearize": (

@@ -27,6 +27,7 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 # public name -> the module that defines it, imported at first use
 _LAZY: dict[str, str] = {
     "LinearDiTTransformer2DModel": "scanvas.diffusion.denoiser",
+    "LinearUDiTTransformer2DModel": "scanvas.diffusion.u_denoiser",
     "LinearDiTClassPipeline": "scanvas.diffusion.pipeline_class",
     "LinearDiTTextToImagePipeline": "scanvas.diffusion.pipeline_text",
     "create_denoiser": "scanvas.diffusion.presets",

@@ -17,6 +17,7 @@ CASES = [
     ("gla", {"conv_act": True, "out_act": True, "rope": True, "expand_k": 1.0}),
     ("gla", {"bidirectional": False, "local": False, "output": "swish", "expand_k": 1.0, "expand_v": 2.0}),
     ("softmax", {"qk_norm": True, "rope": True}),
+    ("softmax", {"cosine": True, "rope": True}),
     ("linear", {"kernel_size": 0, "qkv_bias": False}),
     ("hybrid", {"radius": 2, "rope": True}),
     ("hybrid", {"every": 3, "qk_norm": True, "softmax_factor": 0.7}),

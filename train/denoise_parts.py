@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from scanvas.diffusion.denoiser import LinearDiTTransformer2DModel
+from scanvas.diffusion.denoiser_base import Denoiser
 from scanvas.diffusion.pipeline_class import LinearDiTClassPipeline
-from scanvas.diffusion.presets import PRESETS, create_denoiser
+from scanvas.diffusion.presets import PRESETS, create_denoiser, denoiser_class
+from scanvas.diffusion.u_denoiser import LinearUDiTTransformer2DModel
 
 from .denoise_config import DenoiseConfig, DenoiserConfig
 from .errors import ConfigError, UserError, nearest
@@ -39,7 +41,7 @@ from .text import Tokens, create_text
 class Painter(nn.Module):
     """A denoiser and, where it is trained along, its text encoder: what the loop optimises."""
 
-    def __init__(self, denoiser: LinearDiTTransformer2DModel, text_encoder: nn.Module | None = None):
+    def __init__(self, denoiser: Denoiser, text_encoder: nn.Module | None = None):
         super().__init__()
         self.denoiser, self.text_encoder = denoiser, text_encoder
 
@@ -92,7 +94,7 @@ class Parts:
         self.process = Process(self.scheduler, predicts, config.noise, device)
         self.vae = self._vae(channels)
         factor = vae_factor(self.vae)
-        self.shapes = bucket_shapes(config.data, factor * wanted["patch_size"])
+        self.shapes = bucket_shapes(config.data, factor * self._size_multiple(wanted))
         self.channels = channels
         self._try(wanted)
         self._open(wanted)
@@ -100,6 +102,10 @@ class Parts:
 
     def _wanted(self) -> dict[str, Any]:
         return denoiser_config(self.config.model)
+
+    def _size_multiple(self, wanted: dict[str, Any]) -> int:
+        """What sides of the denoiser's input must be divisible by."""
+        return _class_of(self.config.model).size_multiple(wanted)
 
     def _vae(self, channels: int) -> nn.Module | None:
         data = self.config.data
@@ -224,10 +230,10 @@ class Parts:
 
     # ---- model
 
-    def _denoiser(self, wanted: dict[str, Any], factor: int) -> LinearDiTTransformer2DModel:
+    def _denoiser(self, wanted: dict[str, Any], factor: int) -> Denoiser:
         model = self.config.model
         if model.checkpoint:
-            return _load_denoiser(model.checkpoint)
+            return _load_denoiser(model)
         kwargs = dict(model.kwargs)
         shape = tuple(side // factor for side in self.shapes[len(self.shapes) // 2])
         kwargs.setdefault("sample_size", shape[0] if shape[0] == shape[1] else list(shape))
@@ -240,7 +246,7 @@ class Parts:
             return
         try:
             with torch.device("meta"):
-                LinearDiTTransformer2DModel(**wanted)
+                _class_of(model)(**wanted)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"model {model.name!r} cannot be built with {model.kwargs}: {error}") from error
 
@@ -285,11 +291,20 @@ def denoiser_config(model: DenoiserConfig) -> dict[str, Any]:
         return dict(LinearDiTTransformer2DModel.load_config(_denoiser_folder(model.checkpoint)))
     if model.name not in PRESETS:
         raise ConfigError(f"model.name={model.name!r} is no denoiser{nearest(model.name, PRESETS)}")
-    allowed = [name for name in inspect.signature(LinearDiTTransformer2DModel.__init__).parameters if name != "self"]
+    allowed = [name for name in inspect.signature(_class_of(model).__init__).parameters if name != "self"]
     for key in model.kwargs:
         if key not in allowed:
             raise ConfigError(f"model.kwargs: the denoiser has no keyword {key!r}{nearest(key, allowed)}")
     return {**PRESETS[model.name], **model.kwargs}
+
+
+def _class_of(model: DenoiserConfig) -> type[Denoiser]:
+    """The class of a recipe's denoiser."""
+    if not model.checkpoint:
+        return denoiser_class(model.name)
+    name = LinearDiTTransformer2DModel.load_config(_denoiser_folder(model.checkpoint)).get("_class_name")
+    shaped_like_u = name == LinearUDiTTransformer2DModel.__name__
+    return LinearUDiTTransformer2DModel if shaped_like_u else LinearDiTTransformer2DModel
 
 
 def _denoiser_folder(path: str) -> str:
@@ -300,8 +315,9 @@ def _denoiser_folder(path: str) -> str:
     return str(folder)
 
 
-def _load_denoiser(path: str) -> LinearDiTTransformer2DModel:
+def _load_denoiser(model: DenoiserConfig) -> Denoiser:
     try:
-        return LinearDiTTransformer2DModel.from_pretrained(_denoiser_folder(path)).float()
+        return _class_of(model).from_pretrained(_denoiser_folder(model.checkpoint)).float()
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"model.checkpoint={path!r} cannot be loaded: {' '.join(str(error).split())[:400]}") from error
+        reason = " ".join(str(error).split())[:400]
+        raise UserError(f"model.checkpoint={model.checkpoint!r} cannot be loaded: {reason}") from error

@@ -150,6 +150,9 @@ class TeacherParts(Parts):
             )
         return wanted
 
+    def _size_multiple(self, wanted: dict[str, Any]) -> int:
+        return wanted["patch_size"]
+
     def _open_text(self, records: Any, width: int) -> None:
         self.tokenizer = self.text_encoder = None  # the pipeline's, of which there may be several
         self.train_text = False

@@ -1,5 +1,6 @@
 """Softmax attention: the teacher and the yardstick."""
 
+import math
 from typing import ClassVar
 
 import torch
@@ -12,6 +13,28 @@ from scanvas.kernels.dispatch import outside_autocast
 from .base import TokenMixer
 
 
+class UnitNorm(nn.Module):
+    """Vectors of length one along the last axis; with ``heads`` multiplied by ``√d·exp(min(s, ln 100))`` with a learned
+    s for each head, at first ln 10 (cosine attention, Swin v2, arXiv:2111.09883, section 3.3)."""
+
+    def __init__(self, heads: int = 0, device=None, dtype=None):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.empty(heads, 1, device=device, dtype=dtype)) if heads else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.log_scale is not None:
+            nn.init.constant_(self.log_scale, math.log(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, N, heads, d)`` → the same shape and dtype."""
+        unit = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+        if self.log_scale is not None:
+            unit = unit * (x.shape[-1] ** 0.5 * self.log_scale.to(unit.dtype).clamp(max=math.log(100)).exp())
+        return unit.to(x.dtype)
+
+
 class SoftmaxAttention(TokenMixer):
     """``softmax(d^-½ q kᵀ) v`` (arXiv:1706.03762, eq. 1), ``O(N²)`` in time, through PyTorch's fused kernels.
 
@@ -19,6 +42,7 @@ class SoftmaxAttention(TokenMixer):
         dim, num_heads, fused_projections: see ``TokenMixer``.
         qkv_bias: biases in the projections, the output's too.
         qk_norm: RMSNorm on the queries and keys of each head, as in ViT-22B (arXiv:2302.05442) and SD3.
+        cosine: instead of ``d^-½ q·k`` their cosine, times a learned factor of each head (see ``UnitNorm``).
         rope: rotate queries and keys by 2-D position.
         norm_eps: of those norms.
         proj_drop: dropout after the output projection.
@@ -36,6 +60,7 @@ class SoftmaxAttention(TokenMixer):
         fused_projections: bool = False,
         qkv_bias: bool = True,
         qk_norm: bool = False,
+        cosine: bool = False,
         rope: bool = False,
         norm_eps: float = 1e-6,
         proj_drop: float = 0.0,
@@ -46,10 +71,14 @@ class SoftmaxAttention(TokenMixer):
         factory = {"device": device, "dtype": dtype}
         if rope:
             self.check_rope(dim)
+        if cosine and qk_norm:
+            raise ValueError("cosine attention normalises queries and keys itself; leave out qk_norm")
         self.rope = rope
         self.make_projections(dim, dim, bias=qkv_bias, proj_drop=proj_drop, **factory)
         self.q_norm = nn.RMSNorm(dim // num_heads, eps=norm_eps, **factory) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(dim // num_heads, eps=norm_eps, **factory) if qk_norm else nn.Identity()
+        if cosine:
+            self.q_norm, self.k_norm = UnitNorm(num_heads, **factory), UnitNorm()
 
     def _qkv(self, x: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.qkv(x)
