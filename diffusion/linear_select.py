@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from scanvas.backbones.mixers import MIXERS
+
 from .adapters import Adapter, nearest
 from .linear_cores import NO_TARGETS, TARGETS
 
@@ -13,8 +15,9 @@ def check_target(name: Any) -> None:
     """Raise ValueError where ``name`` is no target: why, if it is a mixer, else the nearest names."""
     if name in TARGETS:
         return
-    if name in NO_TARGETS:
-        raise ValueError(f"mixer: {name!r} is no target of linearize: {NO_TARGETS[name]}")
+    if name in MIXERS:
+        why = NO_TARGETS.get(name, "no core takes the softmax's queries, keys and values for it")
+        raise ValueError(f"mixer: {name!r} is no target of linearize: {why}")
     raise ValueError(f"mixer must be one of {', '.join(TARGETS)}; got {name!r}{nearest(str(name), TARGETS)}")
 
 

@@ -5,7 +5,7 @@ import torch
 from linear_parts import FEW_MODELS, MORE_TARGETS, build, run
 
 import scanvas
-from scanvas.backbones.mixers import create_mixer, list_mixers
+from scanvas.backbones.mixers import MIXERS, create_mixer, list_mixers
 from scanvas.backbones.rope import apply_rope
 from scanvas.diffusion.linear_attention_modules import rotate_pairs
 from scanvas.diffusion.linear_cores import NO_TARGETS, TARGETS
@@ -187,10 +187,13 @@ def test_calibration(target, name):
             assert "fitted" in told[f"{path}.{key}"]["init"]
 
 
-def test_every_mixer_is_a_target_or_the_error_says_why():
+def test_every_mixer_is_a_target_or_the_error_says_why(monkeypatch):
     model, _ = build("pixart")
-    assert set(list_mixers()) <= {*TARGETS, *NO_TARGETS}
+    assert {*NO_TARGETS} <= {*list_mixers()}
     assert not {*TARGETS} & {*NO_TARGETS}
+    monkeypatch.setitem(MIXERS, "yours", MIXERS["softmax"])  # a mixer needs no line there
+    with pytest.raises(ValueError, match="mixer: 'yours' is no target of linearize: no core takes"):
+        scanvas.linearize(model, "yours")
     for name, why in NO_TARGETS.items():
         with pytest.raises(ValueError, match=f"mixer: '{name}' is no target of linearize: {why[:20]}"):
             scanvas.linearize(model, name)
