@@ -27,8 +27,8 @@ from scanvas.train.maps.overlay import mark, overlay
 ROOT = Path(__file__).resolve().parents[1]
 QUERIES = ((7, 9), (10, 17), (4, 25))
 API = {
-    "attention_maps": ("Looking inside", ["scanvas.train.maps"]),
-    "mixers": ("Mixers", ["scanvas.backbones.mixers", "scanvas.backbones.mixers.base"]),
+    "attention_maps": ("Looking inside", ["scanvas.train.maps", "scanvas.train.maps.statistics"]),
+    "mixers": ("Mixers", ["scanvas.backbones.mixers"]),
     "backbones": (
         "Backbones",
         [
@@ -36,7 +36,13 @@ API = {
             for name in ("vig", "vig_h", "mlla", "pyramid", "pyramid_models", "linear_deit", "block")
         ],
     ),
-    "operations": ("Operations", ["scanvas.kernels.gated", "scanvas.kernels.linear", "scanvas.kernels.dispatch"]),
+    "operations": (
+        "Operations",
+        [
+            *(f"scanvas.kernels.{path.parent.name}" for path in sorted(ROOT.glob("kernels/*/__init__.py"))),
+            "scanvas.kernels.dispatch",
+        ],
+    ),
     "denoisers": (
         "Denoisers",
         [f"scanvas.diffusion.{name}" for name in ("denoiser", "u_denoiser", "presets", "convert")],
@@ -44,7 +50,7 @@ API = {
     "pipelines": ("Pipelines", ["scanvas.diffusion.pipeline_text", "scanvas.diffusion.pipeline_class"]),
     "linearize": (
         "From softmax to linear",
-        ["scanvas.diffusion.linearize", "scanvas.diffusion.linear_report", "scanvas.diffusion.adapters"],
+        [f"scanvas.diffusion.{name}" for name in ("linearize", "linear_budget", "linear_report", "adapters")],
     ),
 }
 
