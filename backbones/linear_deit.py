@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .block import Block, init_linears, reset_parts
 from .convert import fit_checkpoint, rename, unwrap
 from .mixers import MIXERS, layer_options
+from .norm import LayerNorm
 from .plain import PlainBackbone, build_plain, check_divisible, plain_cfg
 
 __all__ = ["LinearDeit"]
@@ -114,7 +115,7 @@ class LinearDeit(PlainBackbone):
         options = {**common, **(mixer_kwargs or {})}
         if mixer in MIXERS and "grid_size" in signature(MIXERS[mixer]).parameters:
             options.setdefault("grid_size", tuple(self.grid_size))
-        norm_layer = partial(nn.LayerNorm, eps=1e-6)
+        norm_layer = partial(LayerNorm, eps=1e-6)
         self.blocks = nn.ModuleList(
             Block(
                 embed_dim,

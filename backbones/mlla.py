@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .block import Block, init_linears, reset_parts
 from .convert import fit_checkpoint, rename, unwrap
 from .mixers import TokenConv, layer_options
+from .norm import LayerNorm
 from .staged import Stage, StagedBackbone, build_staged, staged_cfg
 
 __all__ = ["Mlla"]
@@ -133,7 +134,7 @@ class Mlla(StagedBackbone):
                             int(mlp_ratio * dims[i]),
                             mixer=mixer,
                             mixer_kwargs=layer_options(mixer, j, mixer_kwargs),
-                            norm_layer=partial(nn.LayerNorm, eps=1e-5),
+                            norm_layer=partial(LayerNorm, eps=1e-5),
                             mlp_layer=partial(Mlp, drop=proj_drop_rate),
                             drop_path=rate,
                             **factory,
