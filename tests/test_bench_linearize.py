@@ -47,7 +47,7 @@ def test_a_failure_is_a_row(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried …")
 
     monkeypatch.setattr(bench_linearize, "peak_memory", peak)
-    rows = bench_linearize.linearize_rows(["pixart"], ["lit"], [64], torch.device("cpu"), small=True)
+    rows = list(bench_linearize.linearize_rows(["pixart"], ["lit"], [64], torch.device("cpu"), small=True))
     assert [row["failed"] for row in rows] == ["OutOfMemoryError: CUDA out of memory."] * 2
     assert bench_linearize.linearize_ratios(rows) == []
     monkeypatch.setattr(bench_linearize, "peak_memory", peak_memory)

@@ -6,7 +6,7 @@ PyTorch's fused attention, as in diffusers. A row is added by adding an entry to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import scanvas
 
-from .bench import _finish, _panels
+from .bench import _finish, _panels, _shown
 from .errors import ConfigError
 from .evaluate import pick_device
 from .measure import peak_memory, ratio, times, versions
@@ -120,7 +120,7 @@ def bench_linearize(
     wrong = [side for side in sides if side < 16 or side % 16]
     if wrong:
         raise ConfigError(f"--sides are pixels, divisible by 16, those of a token; got {', '.join(map(str, wrong))}")
-    rows = linearize_rows(models, mixers, sides, chosen, small=quick)
+    rows = _shown(linearize_rows(models, mixers, sides, chosen, small=quick))
     measured = [{**row, "line": f"{row['model']}, {row['attention']}"} for row in rows if not row["failed"]]
     result = {"versions": versions(chosen), "rows": rows, "ratios": linearize_ratios(rows)}
     return _finish(Path(out), "linearize", result, _panels(measured, "line", "side", _PANELS))
@@ -128,26 +128,26 @@ def bench_linearize(
 
 def linearize_rows(
     models: Sequence[str], mixers: Sequence[str], sides: Sequence[int], device: torch.device, *, small: bool
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """One row for each model, attention and resolution: tokens of the image, milliseconds of a forward pass, the peak
     of memory beyond the weights, what went wrong, if it did, and how many times faster than the softmax it is."""
-    rows = []
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name in models:
+        softmax: dict[int, float | None] = {}
         for attention in ("softmax", *mixers):
             model = build(name, device, dtype, small=small)
             if attention != "softmax":
                 scanvas.linearize(model, attention, sizes=[], inplace=True, keep_original=False)
             for side in sides:
                 measured = _measure(model, MODELS[name].inputs(model, side, device, dtype), device)
-                softmax = [r["ms"] for r in rows if (r["model"], r["attention"], r["side"]) == (name, "softmax", side)]
-                faster = softmax[0] / measured["ms"] if softmax and softmax[0] and measured["ms"] else None
+                if attention == "softmax":
+                    softmax[side] = measured["ms"]
+                faster = softmax[side] / measured["ms"] if softmax[side] and measured["ms"] else None
                 row = {"model": name, "attention": attention, "side": side, "tokens": (side // 16) ** 2}
-                rows.append(row | measured | {"faster": faster})
+                yield row | measured | {"faster": faster}
             del model
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    return rows
 
 
 def build(name: str, device: torch.device, dtype: torch.dtype, *, small: bool) -> nn.Module:
@@ -170,8 +170,8 @@ def _measure(model: nn.Module, inputs: dict[str, Any], device: torch.device) -> 
             return model(**inputs, return_dict=False)[0]
 
     try:
-        seconds = times({"": forward}, device, rounds=2)[""]
-        peak = peak_memory(forward, device)
+        seconds = times({"": forward}, device, rounds=1)[""]  # a pass of the largest takes seconds
+        peak = peak_memory(forward, device, warm_up=False)
     except _FAILURES as error:
         if device.type == "cuda":
             torch.cuda.empty_cache()

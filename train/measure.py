@@ -39,10 +39,11 @@ def _time(call: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
+def peak_memory(call: Callable[[], Any], device: torch.device, *, warm_up: bool = True) -> int:
     """Bytes that PyTorch's allocator has given out at the peak of ``call``, beyond what was held before it: those of
-    tensors that live at once. ``call`` runs once before."""
-    call()  # loads libraries and compiles convolutions, once and for all: not what the call needs
+    tensors that live at once. ``call`` runs once before, unless it has run already."""
+    if warm_up:
+        call()  # loads libraries and compiles convolutions, once and for all: not what the call needs
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
