@@ -43,7 +43,7 @@ def test_quick(command, tmp_path, monkeypatch):
 def test_a_failure_is_a_row(monkeypatch):
     """What has no room, or no kernel, leaves the rest of the table alone."""
 
-    def peak(call, device):
+    def peak(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried …")
 
     monkeypatch.setattr(bench_linearize, "peak_memory", peak)

@@ -140,9 +140,10 @@ def linearize_rows(
                 scanvas.linearize(model, attention, sizes=[], inplace=True, keep_original=False)
             for side in sides:
                 measured = _measure(model, MODELS[name].inputs(model, side, device, dtype), device)
+                reference = softmax.get(side)
+                faster = reference / measured["ms"] if reference and measured["ms"] else None
                 if attention == "softmax":
                     softmax[side] = measured["ms"]
-                faster = softmax[side] / measured["ms"] if softmax[side] and measured["ms"] else None
                 row = {"model": name, "attention": attention, "side": side, "tokens": (side // 16) ** 2}
                 yield row | measured | {"faster": faster}
             del model
