@@ -157,6 +157,18 @@ class LinearUDiTTransformer2DModel(Denoiser):
         self.register_to_config(mlp="conv", _use_default_values=defaults)
         return self
 
+    def enable_cache(self, config) -> None:
+        """As in diffusers, but for the caches that add to the first block's output what all others did last time: here
+        they have other widths and sizes.
+
+        Raises:
+            ValueError: ``config`` is of such a cache.
+        """
+        kind = type(config).__name__
+        if kind in ("FirstBlockCacheConfig", "MagCacheConfig", "SeaCacheConfig"):
+            raise ValueError(f"{kind} skips blocks, for which all must be of one width and size; those of a U are not")
+        super().enable_cache(config)
+
     def _denoise(self, latent, timestep, class_labels, text, text_mask) -> Tensor:
         B, dtype = latent.shape[0], latent.dtype
         timestep = torch.as_tensor(timestep, device=latent.device).reshape(-1).expand(B)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import DDIMScheduler, DiffusionPipeline
+from diffusers import DDIMScheduler, DiffusionPipeline, FirstBlockCacheConfig
 from PIL import Image
 from torch import nn
 
@@ -169,6 +169,8 @@ def test_bad_inputs():
         model(**inputs(size=(16, 20)))
     with pytest.raises(ValueError, match="model without text"):
         model(**inputs(), encoder_hidden_states=torch.zeros(2, 3, 8))
+    with pytest.raises(ValueError, match="FirstBlockCacheConfig skips blocks"):
+        model.enable_cache(FirstBlockCacheConfig())
 
 
 def test_training_features_and_saving(tmp_path):
