@@ -1,9 +1,9 @@
 """Norms of tokens in Triton, with the residual sum before them and the modulation after them, forward and backward.
 
-Bound by memory: what is read and written once is the floor. PyTorch takes a pass for each of the steps, and its norms reach
-a tenth of the bandwidth for rows of 64 to 400 channels. On an H200 norms, modulation, residual sums and changes of the scan
-order took 2.5 ms of the 5.0 ms of DiG-S/2 at 1792 pixels; with these kernels, and that of the output gate, it takes 3.1 ms
-(2.9 predicted), and ViG-T at 1024² 7.3 ms instead of 8.5.
+Bound by memory: what is read and written once is the floor. PyTorch takes a pass for each of the steps, and its norms
+reach a tenth of the bandwidth for rows of 64 to 400 channels. On an H200 norms, modulation, residual sums and changes
+of the scan order took 2.5 ms of the 5.0 ms of DiG-S/2 at 1792 pixels; with these kernels and that of the output gate it
+takes 3.1 ms (2.9 predicted), and ViG-T at 1024² 7.3 ms instead of 8.5.
 """
 
 import torch
