@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from scanvas.backbones.mixers import MIXERS, TokenMixer
 from scanvas.kernels.gated import api as gated
 from scanvas.train.flops import scan_flops
+from scanvas.train.maps.dependence import DependenceLayer
 from scanvas.train.maps.layers import MixerLayer
 from scanvas.train.maps.overlay import mark, overlay
 
@@ -94,8 +95,7 @@ def on_files(files, config):
         cost = _cost(name)
         rows.append((name, cost))
         add(f"mixers/{name}.md", _mixer_page(name, cost))
-        if MIXERS[name].has_map:
-            add(f"mixers/{name}.png", _picture(name))
+        add(f"mixers/{name}.png", _picture(name))
     add("mixers/index.md", _overview(rows))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         text, pictures = _notebook(path)
@@ -141,7 +141,8 @@ def _picture(name: str) -> bytes:
     """What three patches of a photograph look at, in a mixer with fresh weights: mean over heads."""
     side = (18, 28)
     x, photo = _tokens(side)
-    layer = MixerLayer(name, _build(name), x, side, 0, "raster")
+    mixer = _build(name)
+    layer = (MixerLayer if mixer.has_map else DependenceLayer)(name, mixer, x, side, 0, "raster")
     pictures = [
         mark(overlay(photo, layer.map(query)[0].mean(0), signed=layer.signed), query, side) for query in QUERIES
     ]
@@ -209,13 +210,15 @@ def _mixer_page(name: str, cost: dict[int, float]) -> str:
         f"```python\n{example}```",
         "## What it looks at",
     ]
-    if cls.has_map:
+    lines.append(
+        f"![What three patches look at]({name}.png)\n\nThree patches of a photograph and what each looks at: one "
+        "layer with fresh weights, the mean of three heads. Yellow is most weight, blue is negative weight."
+    )
+    if not cls.has_map:
         lines.append(
-            f"![What three patches look at]({name}.png)\n\nThree patches of a photograph and what each looks at: one "
-            "layer with fresh weights, the mean of three heads. Yellow is most weight, blue is negative weight."
+            "This mixer has no attention map: its result is not a product of a matrix and values. The picture shows "
+            "how much each output depends on each value, the norm of its derivative."
         )
-    else:
-        lines.append("This mixer has no attention map: its result is not a product of a matrix and values.")
     lines += [
         "## Cost",
         "| tokens | " + " | ".join(f"{n:,}" for n in cost) + " |\n|---|" + "---|" * len(cost) + "\n| GFLOPs | "

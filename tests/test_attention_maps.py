@@ -95,6 +95,21 @@ def test_every_mixer_in_backbone_and_denoiser(mixer):
     assert maps[1].word_maps()[..., 4:, :, :].abs().max() == 0  # the mask of the prompt
 
 
+def test_a_mixer_without_a_map_shows_what_it_depends_on(tmp_path):
+    model = vig("t5", class_token=True, global_pool="token")
+    maps = scanvas.attention_maps(model, PIXELS, query=(2, 3))
+    assert [layer.exact for layer in maps] == [False] * 2
+    mixer, x = maps[1].mixer, maps[1].x
+    expected = mixer.dependence(x, (6, 10), torch.tensor([1 + 2 * 10 + 3]), prefix=1)[:, :, 0, 1:]
+    torch.testing.assert_close(maps.maps()[1].flatten(2), expected)
+    assert 0 < describe(maps[1])["entropy"].min() <= describe(maps[1])["entropy"].max() < 1
+    maps.plot(tmp_path / "map.png")
+    assert "∂output/∂value" in maps.page(tmp_path / "map.html").read_text(encoding="utf-8")
+    for told in (maps, maps[0]):
+        with pytest.raises(ValueError, match="attention map that could be exact"):
+            told.error()
+
+
 def test_scan_orders_are_undone():
     """A denoiser walks columns, or from the end; the map tells of places in the image all the same."""
     kwargs = {"bidirectional": False, "local": False, "output": "swish"}
@@ -133,7 +148,7 @@ def test_coarser_stages_show_the_patch_around_the_same_place():
 SQUARE = 4096 * 4096 * 2 * 4  # bytes of the full maps of two heads, for the 4,096 tokens of 1024² in patches of 16²
 
 
-@pytest.mark.parametrize("mixer", [*MAPPED, "pooled"])
+@pytest.mark.parametrize("mixer", [*MIXERS, "pooled"])
 def test_4096_tokens_need_no_quadratic_memory(mixer):
     cfg = {"mixer_kwargs": {"radius": 4, "pool": 4}} if mixer == "pooled" else {}
     model = vig("local" if cfg else mixer, img_size=16, patch_size=4, depth=1, mlp_hidden=8, **cfg)

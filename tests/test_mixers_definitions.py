@@ -185,6 +185,24 @@ def test_t5_is_one_step_of_gradient_descent(at_a_time, monkeypatch):
     assert create_mixer("t5", 16, 2).inner.w1.abs().max() < 0.1
 
 
+@pytest.mark.parametrize("at_a_time", [1 << 22, 700])
+def test_what_t5_depends_on_is_the_norm_of_the_jacobian(at_a_time, monkeypatch):
+    monkeypatch.setattr(t5, "_NUMBERS_AT_A_TIME", at_a_time)
+    mixer, grid, prefix = build("t5", dim=16, heads=2), (3, 4), 1
+    with torch.no_grad():
+        for weight in mixer.inner.parameters():
+            weight.mul_(4)  # so that the first two matrices matter
+    x = tokens(grid, prefix, batch=1, dim=16)
+    q, k, v = mixer._inputs(x, grid, prefix)
+    jacobian = torch.autograd.functional.jacobian(lambda v: mixer.inner(q, k, v), v.detach())[0, :, :, :, 0]
+    expected = torch.stack([jacobian[:, head, :, :, head].square().sum((1, 3)).sqrt() for head in range(2)])
+    torch.testing.assert_close(mixer.dependence(x, grid, prefix=prefix)[0], expected)
+    rows = torch.tensor([12, 0, 5])
+    torch.testing.assert_close(mixer.dependence(x, grid, rows, prefix=prefix)[0], expected[:, rows])
+    half = mixer.float().bfloat16().dependence(x.bfloat16(), grid, rows, prefix=prefix)
+    assert half.dtype == torch.float32
+
+
 def test_rope_scores_depend_on_the_displacement_only():
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64).expand(2, 1, 30, 2, 16).contiguous()
     scores = torch.einsum("bnhd,bmhd->hnm", apply_rope(q, (5, 6)), apply_rope(k, (5, 6)))[0].view(5, 6, 5, 6)

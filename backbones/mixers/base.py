@@ -214,6 +214,11 @@ class TokenMixer(nn.Module, ABC):
             ``(B, heads, R, N)``.
         """
 
+    def dependence(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
+        """For a mixer without a map what comes nearest: how much each output depends on each value, the Frobenius norm
+        ``‖∂ attend_i / ∂ value_j‖``. Arguments and shape as for ``attention_map``."""
+        raise NotImplementedError(f"{type(self).__name__} tells no dependence of its outputs on its values")
+
     def attention_map_parts(
         self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0
     ) -> dict[str, Tensor]:

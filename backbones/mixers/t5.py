@@ -32,6 +32,7 @@ def _shares(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _AT_A_TIME = 8192  # tokens
+_NUMBERS_AT_A_TIME = 1 << 22
 
 
 @torch.jit.ignore
@@ -78,6 +79,52 @@ def train_and_apply(
     return torch.cat(out, dim=1) if len(out) > 1 else out[0]
 
 
+@outside_autocast
+def dependence(
+    q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, rows: Tensor | None = None
+) -> Tensor:
+    """``‖∂o_i/∂v_j‖``, the Frobenius norm, for the o of ``train_and_apply``; arguments as there.
+
+    With ``o_i = h_i W₃'``, h the hidden layer of the trained network and g that of the untrained one at the keys,
+    ``∂o_i/∂v_j = d^-½/N ((h_i·g_j) I + (q_i·k_j) W₃ᵀ diag(δ_ij) W₃')``, where ``δ_ij`` is what the hidden layer at
+    ``q_i`` gains when ``k_j`` pulls at W₁ and W₂.
+
+    Args:
+        rows: indices of the wanted queries, all by default.
+
+    Returns:
+        ``(B, H, R, N)`` float32 (float64 for float64 inputs).
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    N, D = q.shape[1], q.shape[-1]
+    rows = torch.arange(N, device=q.device) if rows is None else rows.to(q.device)
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    w1, w2, w3 = (w.to(dtype) for w in (w1, w2, w3))
+
+    def hidden(u: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """SiLU(u W₁) ⊙ u W₂, and its derivatives by u W₁ and by u W₂."""
+        a, b = u @ w1, u @ w2
+        s = a.sigmoid()
+        return a * s * b, b * s * (1 + a * (1 - s)), a * s
+
+    at_keys, by_1, by_2 = hidden(k, w1, w2)
+    share = v * (D**-0.5 / N)
+    upstream = share @ w3.mT
+    new_1, new_2, new_3 = w1 + k.mT @ (upstream * by_1), w2 + k.mT @ (upstream * by_2), w3 + at_keys.mT @ share
+    trace = (w3 * new_3).sum(-1, keepdim=True)  # of W₃ᵀ diag(δ) W₃' it is δ · trace
+    square = (w3 @ w3.mT) * (new_3 @ new_3.mT)  # and its squared norm δ square δ
+    found = []
+    for part in rows.split(max(1, _NUMBERS_AT_A_TIME // (q.shape[0] * q.shape[1] * N * D))):
+        q_ = q[:, :, part]
+        h, own_1, own_2 = hidden(q_, new_1, new_2)
+        delta = own_1[:, :, :, None] * by_1[:, :, None] + own_2[:, :, :, None] * by_2[:, :, None]  # (B, H, R, N, D)
+        identity, through = h @ at_keys.mT, q_ @ k.mT
+        bent = (delta @ square[:, :, None] * delta).sum(-1)
+        total = D * identity**2 + 2 * identity * through * (delta @ trace[:, :, None])[..., 0] + through**2 * bent
+        found.append(total.clamp_min(0).sqrt() * (D**-0.5 / N))
+    return torch.cat(found, dim=2)
+
+
 class InnerNetwork(nn.Module):
     """The network that is trained at test time: three matrices per head, from a truncated normal distribution.
 
@@ -108,7 +155,7 @@ class TTTAttention(TokenMixer):
     Keys are normalised over the tokens, per channel; then a depthwise 3×3 convolution is added to queries and to keys.
 
     There is no attention map: the values change the inner network's first two matrices, so that the result is not a
-    sum of values with weights.
+    sum of values with weights. ``dependence`` tells how much each output depends on each value.
 
     Args:
         dim, num_heads, fused_projections: see ``TokenMixer``.
@@ -140,7 +187,8 @@ class TTTAttention(TokenMixer):
         self.q_conv = self.local_conv(dim, kernel_size, **factory)
         self.k_conv = self.local_conv(dim, kernel_size, **factory)
 
-    def attend(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+    def _inputs(self, x: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as the inner network gets them."""
         q, k, v = self.qkv(x)
         k = instance_norm(k).to(v.dtype)
         if self.q_conv is not None:
@@ -148,7 +196,10 @@ class TTTAttention(TokenMixer):
                 (z + F.pad(conv(z[:, prefix:].flatten(2), grid), (0, 0, prefix, 0)).view_as(z)).to(v.dtype)
                 for z, conv in ((q, self.q_conv), (k, self.k_conv))
             )
-        return self.inner(q, k, v)
+        return q, k, v
+
+    def attend(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
+        return self.inner(*self._inputs(x, grid, prefix))
 
     def project(self, x: Tensor, attended: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         return self.to_out(attended.flatten(2))
@@ -159,5 +210,9 @@ class TTTAttention(TokenMixer):
     def attention_map(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
         raise NotImplementedError(
             "TTTAttention has no attention map: values act on the weights of its inner network, not on the output "
-            "alone. The derivative of its output by its values is what comes nearest"
+            "alone. What comes nearest is how much each output depends on each value: dependence()"
         )
+
+    def dependence(self, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None, *, prefix: int = 0) -> Tensor:
+        inner = self.inner
+        return dependence(*self._inputs(x, grid, prefix), inner.w1, inner.w2, inner.w3, rows)

@@ -63,8 +63,16 @@ class AttentionMaps:
         return statistics.table(self.statistics())
 
     def error(self) -> float:
-        """The largest of the layers' ``error()``: map × values against what the model computed."""
-        return max(layer.error() for layer in self.layers)
+        """The largest of the layers' ``error()``: map × values against what the model computed. Layers that have no map
+        are left out.
+
+        Raises:
+            ValueError: no layer has one.
+        """
+        exact = [layer for layer in self.layers if layer.exact]
+        if not exact:
+            raise ValueError("none of the layers has an attention map that could be exact")
+        return max(layer.error() for layer in exact)
 
     def plot(self, path: str | Path | None = None, *, query: Query | None = None, heads: bool = True, title: str = ""):
         """A figure: the picture with the query, and over it what each layer and head looks at. See ``figure.draw``.
@@ -104,7 +112,8 @@ def attention_maps(
     For backbones and denoisers of scanvas with any mixer, softmax ViTs of timm, denoisers of diffusers (softmax, SANA's
     linear attention, attention to text) and what ``linearize`` made of either. For linear attention the map is the
     matrix whose product with the values is the layer's output, though the model never forms it (implicit attention).
-    Rows are computed when they are asked for, so that 4,096 tokens need no ``N²`` memory. The model is left as it is.
+    Rows are computed when they are asked for, so that 4,096 tokens need no ``N²`` memory. A mixer that has no map
+    (``t5``) shows how much each output depends on each value instead. The model is left as it is.
 
     Args:
         model: an ``nn.Module``; it runs once, in eval mode, without gradients.

@@ -69,6 +69,7 @@ def relevance(
             logits = model(x)
         layers = recorder.layers
         without = [f"{name}: {why}" for name, why in recorder.skipped.items()]
+        without += [f"{x.name}: {type(x.mixer).__name__} has no attention map" for x in layers if not x.exact]
         unfit = (x for x in layers if x.grid is None or x.kind != "self")
         without += [f"{x.name}: {x.kind}-attention, grid {x.grid}" for x in unfit]
         if without or not layers:

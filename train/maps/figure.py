@@ -71,7 +71,7 @@ def draw(
         place = maps.query_for(layer, query)
         first = figure.add_subplot(grid[i, 0])
         first.imshow(mark(maps.picture, place, layer.grid))
-        caption(first, layer.name, f"{layer.grid[0]}×{layer.grid[1]} patches" + _of_layer(told[i]))
+        caption(first, layer.name, f"{layer.grid[0]}×{layer.grid[1]} patches" + _of_layer(told[i], layer.exact))
         for j, (name, values, note) in enumerate(row):
             axes = figure.add_subplot(grid[i, 1 + j])
             axes.imshow(mark(overlay(maps.picture, values, signed=layer.signed), place, layer.grid))
@@ -121,9 +121,10 @@ def caption(axes, title: str, note: str) -> None:
     axes.set_xlabel(note, fontsize=7, labelpad=2, color="0.3", loc="left")
 
 
-def _of_layer(found: dict[str, Any]) -> str:
+def _of_layer(found: dict[str, Any], exact: bool) -> str:
     shares = {name: found[f"{name}_share"] for name in ("local", "linear")}
-    return "".join(f" · {name} {100 * x.mean():.0f} %" for name, x in shares.items() if x is not None)
+    kind = "" if exact else " · |∂output/∂value|"
+    return kind + "".join(f" · {name} {100 * x.mean():.0f} %" for name, x in shares.items() if x is not None)
 
 
 def _panels(layer: LayerMap, query: Query, heads: bool, found: dict[str, Any]) -> list[tuple[str, Tensor, str]]:

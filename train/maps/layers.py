@@ -37,9 +37,11 @@ class LayerMap(ABC):
         prefix: tokens before the image among the queries: class and register tokens, or text.
         text: where text is among the keys, as a slice; ``None`` without text.
         signed: entries may be negative and rows need not sum to one.
+        exact: rows times values are what the layer computes; not so for a layer without a map (``DependenceLayer``).
     """
 
     signed: bool = False
+    exact: ClassVar[bool] = True
     directions: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, name: str, grid: tuple[int, int] | None, batch: int, heads: int, tokens: int, keys: int):
@@ -239,7 +241,7 @@ class MixerLayer(LayerMap):
         raster = (grid[1], grid[0]) if "column" in order else grid
         super().__init__(name, raster, x.shape[0], mixer.num_heads, N, N)
         self.mixer, self.x, self.scan_grid, self.prefix, self.order = mixer, x, grid, prefix, order
-        self.signed = not mixer.row_stochastic
+        self.signed = self.exact and not mixer.row_stochastic
         # place[i]: where raster token i was when the mixer saw it
         inverse = permutation(order, raster, x.device)[1] + prefix
         self.place = torch.cat((torch.arange(prefix, device=x.device), inverse))

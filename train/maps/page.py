@@ -113,7 +113,7 @@ def _encode(layer: LayerMap, ask: int, pool: int) -> tuple[dict[str, Any], bytes
         largest.append(top[..., 0])
     found = statistics.describe(layer)
     entry = {
-        "name": layer.name,
+        "name": layer.name if layer.exact else f"{layer.name} (|∂output/∂value|)",
         "grid": [H, W],
         "heads": layer.heads,
         "ask": [h, w, ask],

@@ -18,6 +18,7 @@ from scanvas.diffusion.block import LinearDiTBlock
 from scanvas.diffusion.linear_attention_modules import LinearizedLayer, StreamAttention
 from scanvas.diffusion.linear_cores import LinearCore
 
+from .dependence import DependenceLayer
 from .layers import CoreLayer, FeatureLayer, LayerMap, MixerLayer, SoftmaxLayer
 
 _SDPA = nn.functional.scaled_dot_product_attention
@@ -166,14 +167,12 @@ class Recorder(TorchFunctionMode):
         return not hasattr(self.model, "num_prefix_tokens")
 
     def _record_mixer(self, name: str, mixer: TokenMixer, args: tuple, kwargs: dict) -> None:
-        if not getattr(mixer, "has_map", True):
-            self.skipped[name] = f"{type(mixer).__name__} has no attention map"
-            return
         bound = inspect.signature(mixer.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         x, grid, prefix = (bound.arguments[key] for key in ("x", "grid", "prefix"))
         grid = (int(grid[0]), int(grid[1]))
-        self._add(MixerLayer(name, mixer, x.detach(), grid, prefix, self._orders.get(id(mixer), "raster")))
+        kind = MixerLayer if mixer.has_map else DependenceLayer
+        self._add(kind(name, mixer, x.detach(), grid, prefix, self._orders.get(id(mixer), "raster")))
 
     def _record_core(self, name: str, core: LinearCore, args: tuple, kwargs: dict) -> None:
         if not core.has_map:
