@@ -170,7 +170,7 @@ def register_adapter(adapter: Adapter) -> Adapter:
 
 def known_models() -> list[str]:
     """Names of the classes that ``linearize`` knows."""
-    from . import adapters_timm, linear_denoiser  # noqa: F401 - register their adapters
+    from . import adapters_backbones, adapters_timm, linear_denoiser  # noqa: F401 - register their adapters
 
     return sorted(_ADAPTERS)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import apply_rot_embed_cat
@@ -94,6 +94,8 @@ class LinearizedLayer(nn.Module):
     parts: dict[str, tuple[str, ...]]
     """``"q"``, ``"k"``, ``"v"``, ``"o"`` → names of the submodules that are inherited with them."""
     target: str
+    reads_record: ClassVar[bool] = True
+    """Its calls do not tell the grid; hooks do."""
 
     def build_core(self, target: str, heads: int, options: dict, dim: int, value_dim: int, streams: int, like: Tensor):
         self.target = target

@@ -196,6 +196,10 @@ def default_sizes(model: nn.Module) -> list[tuple[int, ...]]:
     """The size a model was made for, twice and four times that: in latents for denoisers, pixels for classifiers."""
     if hasattr(model, "patch_embed") and hasattr(model.patch_embed, "img_size"):
         size = tuple(model.patch_embed.img_size)
+    elif hasattr(model, "pretrained_cfg"):
+        size = tuple(model.pretrained_cfg["input_size"][1:])
+        if hasattr(model, "grid_size"):  # of its position embeddings
+            size = tuple(n * model.feature_info[0]["reduction"] for n in model.grid_size)
     elif not hasattr(model, "config") or not hasattr(model.config, "patch_size"):
         if type(model).__name__ != "UNet2DConditionModel":
             return []
@@ -226,6 +230,8 @@ def check_sizes(model: nn.Module, sizes: Any) -> list[tuple[int, ...]]:
 
 def image_grid(adapter: Adapter, model: nn.Module, path: str, size: tuple[int, ...]) -> tuple[int, ...]:
     """Grid of the image's tokens in a layer for an input of that size."""
+    if hasattr(adapter, "image_grid"):
+        return adapter.image_grid(model, path, size)
     if adapter.host(path) == "patch_embed":
         return tuple(model.patch_embed.dynamic_feat_size(size))
     if adapter.model == "UNet2DConditionModel":

@@ -42,7 +42,7 @@ def add_hooks(model: nn.Module, replacements: Replacements) -> list:
     adapter = find_adapter(model)
     hosts = {}
     for path, layer in replacements.items():
-        if isinstance(layer, LinearizedLayer) and layer.core.needs_grid:
+        if isinstance(layer, LinearizedLayer) and layer.core.needs_grid and layer.reads_record:
             hosts[adapter.host(path)] = layer.record
     return [
         model.get_submodule(host).register_forward_pre_hook(RecordGrid(adapter.grid, record), with_kwargs=True)

@@ -300,6 +300,18 @@ TIMM = {
     "eva02": ("eva02_tiny_patch14_224", {"img_size": (42, 56), "depth": 2}),
     "dinov3": ("vit_small_patch16_dinov3", {"img_size": (48, 64), "depth": 2}),
     "rope_mixed": ("vit_small_patch16_rope_mixed_224", {"img_size": (48, 64), "depth": 2}),
+    "vig": (
+        "test_vig",
+        {
+            "img_size": (48, 64),
+            "depth": 2,
+            "mixer": "softmax",
+            "mixer_kwargs": {"qk_norm": True},
+            "class_token": True,
+            "rope": True,
+        },
+    ),
+    "agent_deit": ("test_agent_deit", {"img_size": (48, 64)}),  # has agent attention, and softmax behind it
 }
 
 

@@ -256,3 +256,18 @@ def test_sla_never_looks_at_a_block_of_hidden_keys():
     (matrix,) = core.attention_map_parts(-k.abs(), k.abs(), None, None, hidden).values()
     assert matrix[..., 4:8].max() < 1e-20
     torch.testing.assert_close(matrix.sum(-1), torch.ones(2, HEADS, 16, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("name", "count", "grid"), [("vig", 2, (3, 4)), ("agent_deit", 2, (3, 4))])
+def test_our_backbones_show_their_maps_and_come_back(name, count, grid):
+    model, inputs = build(name)
+    student, report = scanvas.linearize(model, "mala")
+    assert len(report.layers) == count
+    assert report.costs[0]["size"] == [48, 64]
+    assert report.costs[0]["tokens"] == 13
+    shown = scanvas.attention_maps(student, inputs["x"])
+    new = [layer for layer in shown if layer.name in {row["path"] for row in report.layers}]
+    assert [(layer.grid, layer.prefix, layer.signed) for layer in new] == [(grid, 1, True)] * count
+    for layer in new:
+        torch.testing.assert_close(layer.rows() @ layer.values(), layer.attended(), atol=1e-5, rtol=1e-5)
+    assert torch.equal(run(scanvas.delinearize(student), inputs), run(model, inputs))

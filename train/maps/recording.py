@@ -138,9 +138,8 @@ class Recorder(TorchFunctionMode):
 
     def _grid(self, name: str) -> tuple[int, int] | None:
         """Of the layer at ``name``, frames of a video below one another."""
-        hosts = [
-            host for host in self._grids if not host or host.endswith("patch_embed") or name.startswith(host + ".")
-        ]
+        inside = name + "."
+        hosts = [h for h in self._grids if not h or h.endswith("patch_embed") or inside.startswith(h + ".")]
         grid = self._grids[max(hosts, key=len)] if hosts else None
         return grid if grid is None or len(grid) == 2 else (math.prod(grid[:-1]), grid[-1])
 
