@@ -121,14 +121,16 @@ class Teacher:
 
 
 def _quantize(root: nn.Module, kind: str) -> None:
+    config = {"int8": "Int8WeightOnlyConfig", "int4": "Int4WeightOnlyConfig"}[kind]
     try:
         from torchao import quantization
-    except ImportError as error:
+
+        quantization.quantize_(root, getattr(quantization, config)())
+    except ImportError as error:  # also of what torchao itself needs for some formats
         raise ConfigError(
-            f"teacher.quantize={kind} needs the package torchao: pip install torchao, or leave it out"
+            f"teacher.quantize={kind} needs the package torchao and what it asks for ({error}); pip install torchao, or "
+            "leave teacher.quantize out"
         ) from error
-    config = {"int8": "Int8WeightOnlyConfig", "int4": "Int4WeightOnlyConfig"}[kind]
-    quantization.quantize_(root, getattr(quantization, config)())
 
 
 @dataclass
