@@ -128,8 +128,8 @@ def _quantize(root: nn.Module, kind: str) -> None:
         quantization.quantize_(root, getattr(quantization, config)())
     except ImportError as error:  # also of what torchao itself needs for some formats
         raise ConfigError(
-            f"teacher.quantize={kind} needs the package torchao and what it asks for ({error}); pip install torchao, or "
-            "leave teacher.quantize out"
+            f"teacher.quantize={kind} needs the package torchao and what it asks for ({error}); pip install torchao, "
+            "or leave teacher.quantize out"
         ) from error
 
 
