@@ -80,6 +80,27 @@ def test_the_page_holds_the_maps(photo, tmp_path):
     assert (tmp_path / "small.html").stat().st_size < (tmp_path / "all.html").stat().st_size
 
 
+def test_teacher_and_student_in_one_figure(photo, tmp_path, command):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, embed_dim=24, dynamic_img_size=True)
+    student, _ = scanvas.linearize(model, "hedgehog")
+    shapes = {"depth": 2, "embed_dim": 24, "dynamic_img_size": True, "img_size": 64}
+    scanvas.save_linearized(student, tmp_path / "student", **shapes)
+    options = ["--checkpoint", tmp_path / "student", "--beside", "test_vig", "--size", 96, "--query", "1,2"]
+    code, _, error = command("attention-map", photo, *options, "--out", tmp_path / "both.png")
+    assert code == 0, error
+    size = Image.open(tmp_path / "both.png").size
+    command("attention-map", photo, *options[:2], *options[4:], "--out", tmp_path / "one.png")
+    assert size[1] > 1.8 * Image.open(tmp_path / "one.png").height
+    teacher, maps = (scanvas.attention_maps(m, photo, size=96, query=(1, 2)) for m in (model, student))
+    figure = maps.plot(beside=teacher, heads=False)
+    assert [axes.get_title(loc="left") for axes in figure.axes[::2]] == [
+        "blocks.0.attn: hedgehog", "blocks.0.attn: softmax", "blocks.1.attn: hedgehog", "blocks.1.attn: softmax",
+    ]  # fmt: skip
+    code, _, error = command("attention-map", photo, *options[:4], "--query", "class")
+    assert code == 1
+    assert "no class token" in error
+
+
 def test_why_a_class_on_the_command_line(photo, tmp_path, command):
     out, page = tmp_path / "why.png", tmp_path / "page.html"
     options = ["--model", "test_vig", "--size", 96, "--why", out, "--target", 7, "--html", page]

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+from torch import nn
+
 import scanvas
 
 from .config import ModelConfig
@@ -60,6 +63,7 @@ def look(
     layers: str | None = None,
     out: str | None = None,
     html: str | None = None,
+    beside: str | None = None,
     why: str | None = None,
     target: str | None = None,
     heads: bool = True,
@@ -67,7 +71,8 @@ def look(
     device: str | None = None,
 ) -> tuple[AttentionMaps, Explanation | None, list[str]]:
     """Write the figure ``out`` (``map.png`` if nothing is asked for), the page ``html`` and the figure ``why`` of what
-    speaks for the class ``target``; returns the maps, the explanation and the files.
+    speaks for the class ``target``; returns the maps, the explanation and the files. ``beside`` is a timm model's name
+    or a directory; its layers are drawn below those of the model in ``out``.
 
     Raises UserError for a query, layer, class or model that is not there, DataError for an unreadable image.
     """
@@ -82,18 +87,23 @@ def look(
         picture = read_image(Path(image))
     except UNREADABLE as error:
         raise DataError(f"cannot read image {image}: {type(error).__name__}: {error}") from error
-    built = load_model(model, checkpoint, pretrained).to(pick_device(device)).eval()
-    if fixed_size(built) and hasattr(built, "set_input_size"):  # made for one size: the photograph keeps its shape
-        factor = 1.0 if size is None else size / max(picture.size)
-        stride = stride_of(built)
-        height, width = (max(1, round(n * factor / stride)) * stride for n in (picture.height, picture.width))
-        built.set_input_size((height, width))
+    built = _fitted(load_model(model, checkpoint, pretrained).to(pick_device(device)).eval(), picture, size)
+    other = None
+    if beside is not None:
+        place = (None, beside) if Path(beside).is_dir() else (beside, None)
+        other = _fitted(load_model(*place, pretrained).to(pick_device(device)).eval(), picture, size)
     try:
         maps = attention_maps(built, picture, query="mean", size=size)
         maps.query = tuple(n // 2 for n in maps.grid) if wanted == "middle" else wanted
         for layer in maps if wanted != "mean" else ():
             layer.token(maps.query_for(layer))
         chosen = _choose(maps, parse_layers(layers), everything=layers == "all")
+        others = None
+        if other is not None:
+            others = attention_maps(other, picture, query="mean", size=size)
+            for layer in others if wanted != "mean" else ():
+                layer.token(maps.query_for(layer))
+            others.layers = _choose(others, parse_layers(layers), everything=layers == "all")
         explanation = None if why is None else explain(built, picture, target, size=size)
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -106,9 +116,19 @@ def look(
         files.append(why)
     if out is not None or not files:
         shown = AttentionMaps(chosen, maps.query, maps.picture, maps.skipped)
-        shown.plot(out or "map.png", heads=heads)
+        shown.plot(out or "map.png", heads=heads, beside=others)
         files.append(out or "map.png")
     return maps, explanation, files
+
+
+def _fitted(model: nn.Module, picture: Image.Image, size: int | None) -> nn.Module:
+    """A model that is made for one size, made for the photograph's: it keeps its shape."""
+    if fixed_size(model) and hasattr(model, "set_input_size"):
+        factor = 1.0 if size is None else size / max(picture.size)
+        stride = stride_of(model)
+        height, width = (max(1, round(n * factor / stride)) * stride for n in (picture.height, picture.width))
+        model.set_input_size((height, width))
+    return model
 
 
 def _choose(maps: AttentionMaps, wanted: list[Any] | None, everything: bool) -> list[Any]:

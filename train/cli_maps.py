@@ -6,7 +6,7 @@ import sys
 
 from .commands import DEVICE, argument, command
 
-_OF_IMAGES = ("model", "checkpoint", "pretrained", "no_heads", "size", "html", "why", "target")
+_OF_IMAGES = ("model", "checkpoint", "pretrained", "no_heads", "size", "html", "beside", "why", "target")
 _OF_PIPELINES = ("prompt", "label", "words", "steps", "guidance", "seed", "gif")
 
 
@@ -23,6 +23,9 @@ _OF_PIPELINES = ("prompt", "label", "words", "steps", "guidance", "seed", "gif")
     argument("--size", type=int, help="pixels of the longer side; by default those of the image"),
     argument("--out", metavar="PNG", help="the figure; map.png by default, if there is no --html"),
     argument("--html", metavar="HTML", help="a page that needs no network: move over a patch to see what it looks at"),
+    argument(
+        "--beside", metavar="MODEL", help="a timm model or directory whose layers are drawn below, e.g. the teacher"
+    ),
     argument("--why", metavar="PNG", help="which patches speak for a class, tested against chance"),
     argument("--target", metavar="CLASS", help="for --why: number or name; by default the class predicted"),
     argument("--pipeline", metavar="DIR", help="instead of an image: watch a saved pipeline paint one, step by step"),
@@ -54,7 +57,20 @@ def _attention_map(args) -> None:
         return
     from .attention_map import look
 
-    same = ("model", "checkpoint", "pretrained", "query", "layers", "out", "html", "why", "target", "size", "device")
+    same = (
+        "model",
+        "checkpoint",
+        "pretrained",
+        "query",
+        "layers",
+        "out",
+        "html",
+        "beside",
+        "why",
+        "target",
+        "size",
+        "device",
+    )
     maps, explanation, files = look(args.image, **{name: getattr(args, name) for name in same}, heads=not args.no_heads)
     print(maps)
     if explanation is not None:

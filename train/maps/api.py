@@ -74,7 +74,15 @@ class AttentionMaps:
             raise ValueError("none of the layers has an attention map that could be exact")
         return max(layer.error() for layer in exact)
 
-    def plot(self, path: str | Path | None = None, *, query: Query | None = None, heads: bool = True, title: str = ""):
+    def plot(
+        self,
+        path: str | Path | None = None,
+        *,
+        query: Query | None = None,
+        heads: bool = True,
+        title: str = "",
+        beside: AttentionMaps | None = None,
+    ):
         """A figure: the picture with the query, and over it what each layer and head looks at. See ``figure.draw``.
 
         Args:
@@ -82,13 +90,15 @@ class AttentionMaps:
             query: another query than the one asked for.
             heads: one panel for each head, or else their mean and the directions of the scan.
             title: above all.
+            beside: maps of another model for the same image, such as the teacher: each of its layers is drawn below
+                the one in its place here.
 
         Returns:
             A matplotlib figure.
         """
         from .figure import draw
 
-        return draw(self, path, query=query, heads=heads, title=title)
+        return draw(self, path, query=query, heads=heads, title=title, beside=beside)
 
     def page(self, path: str | Path, *, title: str = "", limit: int = 16 << 20) -> Path:
         """Write one self-contained HTML page: the patch under the mouse shows what it looks at. See ``page.write``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,19 +34,21 @@ def draw(
     query: Query | None = None,
     heads: bool = True,
     title: str = "",
+    beside: AttentionMaps | None = None,
 ):
     """One row for each layer: the mean of its heads, the directions of its scan, up to six heads, with what
-    ``describe`` says of them. Arguments as for ``AttentionMaps.plot``; returns a matplotlib figure.
+    ``describe`` says of them; below it, if there is one, the layer in the same place of ``beside``. Arguments as for
+    ``AttentionMaps.plot``; returns a matplotlib figure.
 
     Raises:
         ValueError: there is no picture, or the layers look at text only.
         ImportError: matplotlib is not installed.
     """
-    if maps.picture is None:
-        raise ValueError("there is no picture to draw on: the model was given no image and no latents")
-    layers = [layer for layer in maps if layer.kind == "self" and layer.grid is not None]
-    if not layers:
-        raise ValueError("none of the layers looks at the image; word_maps() shows attention to text")
+    layers, pictures = _layers(maps), {}
+    if beside is not None:
+        others = _layers(beside)
+        pictures = {id(layer): beside.picture for layer in others}
+        layers = [layer for pair in zip_longest(layers, others) for layer in pair if layer is not None]
     told = [statistics.describe(layer) for layer in layers]
     panels = [_panels(layer, maps.query_for(layer, query), heads, found) for layer, found in zip(layers, told)]
     columns = 1 + max(len(row) for row in panels)
@@ -68,18 +71,29 @@ def draw(
     figure.suptitle(title or f"What {_words(asked)} looks at", x=0.012, ha="left", y=1 - 0.12 / height, fontsize=13)
     text_below(figure, _NOTE)
     for i, (layer, row) in enumerate(zip(layers, panels)):
-        place = maps.query_for(layer, query)
+        place, picture = maps.query_for(layer, query), pictures.get(id(layer), maps.picture)
         first = figure.add_subplot(grid[i, 0])
-        first.imshow(mark(maps.picture, place, layer.grid))
-        caption(first, layer.name, f"{layer.grid[0]}×{layer.grid[1]} patches" + _of_layer(told[i], layer.exact))
+        first.imshow(mark(picture, place, layer.grid))
+        name = layer.name if beside is None else f"{layer.name}: {layer.what}"
+        caption(first, name, f"{layer.grid[0]}×{layer.grid[1]} patches" + _of_layer(told[i], layer.exact))
         for j, (name, values, note) in enumerate(row):
             axes = figure.add_subplot(grid[i, 1 + j])
-            axes.imshow(mark(overlay(maps.picture, values, signed=layer.signed), place, layer.grid))
+            axes.imshow(mark(overlay(picture, values, signed=layer.signed), place, layer.grid))
             caption(axes, name, note)
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
     return figure
+
+
+def _layers(maps: AttentionMaps) -> list[LayerMap]:
+    """Those that can be drawn."""
+    if maps.picture is None:
+        raise ValueError("there is no picture to draw on: the model was given no image and no latents")
+    layers = [layer for layer in maps if layer.kind == "self" and layer.grid is not None]
+    if not layers:
+        raise ValueError("none of the layers looks at the image; word_maps() shows attention to text")
+    return layers
 
 
 def _words(query: Any) -> str:

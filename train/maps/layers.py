@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scanvas.backbones.mixers import TokenMixer
+from scanvas.backbones.mixers import MIXERS, TokenMixer
 from scanvas.backbones.scan import permutation
-from scanvas.diffusion.linear_cores import GlaCore, LinearCore
+from scanvas.diffusion.linear_cores import TARGETS, GlaCore, LinearCore
 from scanvas.kernels.linear import attention_matrix
 
 Part = Literal["both", "forward", "backward"]
@@ -54,6 +54,11 @@ class LayerMap(ABC):
     def __repr__(self) -> str:
         place = "unknown grid" if self.grid is None else "×".join(map(str, self.grid))
         return f"{type(self).__name__}({self.name!r}, {self.kind}, {self.heads} heads, {place}, prefix {self.prefix})"
+
+    @property
+    def what(self) -> str:
+        """The attention by its name."""
+        return "softmax"
 
     @abstractmethod
     def rows(self, index: Tensor | None = None, part: Part = "both") -> Tensor:
@@ -220,6 +225,10 @@ class FeatureLayer(LayerMap):
         super().__init__(name, grid, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         self.q, self.k, self.v, self.eps = q, k, v, eps
 
+    @property
+    def what(self) -> str:
+        return "linear"
+
     def rows(self, index: Tensor | None = None, part: Part = "both") -> Tensor:
         self.check_part(part)
         return attention_matrix(self.q, self.k, eps=self.eps, rows=index)
@@ -248,6 +257,10 @@ class MixerLayer(LayerMap):
         with torch.no_grad():
             parts = mixer.attention_map_parts(x[:1, :], grid, torch.tensor([0], device=x.device), prefix=prefix)
         self.directions = tuple(parts)
+
+    @property
+    def what(self) -> str:
+        return next((name for name, cls in MIXERS.items() if cls is type(self.mixer)), type(self.mixer).__name__)
 
     @torch.no_grad()
     def rows(self, index: Tensor | None = None, part: Part = "both") -> Tensor:
@@ -295,6 +308,10 @@ class CoreLayer(LayerMap):
         super().__init__(name, grid, self.q.shape[0], core.heads, N, N)
         self.signed = core.signed or self.rotate is not None
         self.directions = ("forward", "backward") if isinstance(core, GlaCore) else ()
+
+    @property
+    def what(self) -> str:
+        return next((name for name, cls in TARGETS.items() if cls is type(self.core)), type(self.core).__name__)
 
     @torch.no_grad()
     def rows(self, index: Tensor | None = None, part: Part = "both") -> Tensor:
