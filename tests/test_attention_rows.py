@@ -53,6 +53,8 @@ _BRANCHES = [
     *((name, {}, ("forward", "backward")) for name in ("gdn", "gdn2", "hgrn2", "kda")),
     *((name, {}, ()) for name in ("cosformer", "flow", "hedgehog", "hybrid", "l2", "linfusion", "local", "sana")),
     *((name, {}, ()) for name in ("softmax", "t5")),
+    ("gated_softmax", {}, ("attention", "local")),
+    ("gated_softmax", {"out_norm": True}, ("attention", "local", "bias")),
     ("gla", {}, ("forward", "backward", "local")),
     ("gla", {"out_act": True, "rope": True, "expand_k": 1.0}, ("forward", "backward", "local")),
     ("gla", _ONE_WAY, ("attention", "local")),
