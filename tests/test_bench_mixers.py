@@ -97,9 +97,13 @@ def test_shards_cut_and_joined(colours, tmp_path, command, monkeypatch):
         assert by["recovery", name, None]["teacher"] == by["accuracy", "softmax", None]["accuracy"]
     control = by["recovery", "softmax", None]
     assert (control["kept"], control["swapped"]) == (1, control["teacher"])
-    # All of it but one 14×14 position a channel and a 5×5 kernel with its bias a channel of a head.
-    added, all_of_it = 192 * 14 * 14 + 64 * 26, by["accuracy", "slab", None]["parameters"]
-    assert by["recovery", "slab", None]["kept"] == pytest.approx(1 - added / all_of_it)
+    assert [by["recovery", name, None]["how"] for name in ("softmax", "linear", "slab")] == [
+        "names",
+        *["linearize"] * 2,
+    ]
+    # All of it but one 14×14 position and a 5×5 kernel with its bias a channel.
+    added, before = 192 * (14 * 14 + 26), by["accuracy", "softmax", None]["parameters"]
+    assert by["recovery", "slab", None]["kept"] == pytest.approx(before / (before + added))
 
     for arguments, message in (
         ((*run, "--out", tmp_path / "a", "--epochs", 1), "accuracy of another budget"),
@@ -150,6 +154,21 @@ def test_images_that_do_not_fit_are_named(tmp_path):
         parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
         with pytest.raises(DataError, match=message):
             load_images(str(tmp_path), torch.device("cpu"))
+
+
+def test_weights_by_name(colours):
+    """Where linearize has no such target, what fits by name and shape is the teacher's, fused or not."""
+    images, budget = load_images(str(colours), torch.device("cpu")), Budget(depth=1)
+    teacher = bench_mixers_train.build("softmax", images, budget)
+    for mixer in ("kda", "mlla"):
+        model, how, kept = bench_mixers_train.convert(mixer, 0, images, budget, teacher)
+        assert how == "names"
+        assert torch.equal(model.patch_embed.proj[0].weight, teacher.patch_embed.proj[0].weight)
+        model.blocks[0].mixer.fuse_projections(False)
+        q, k, v = teacher.blocks[0].mixer.to_qkv.weight.chunk(3)
+        for part, weight in (("to_q", q), ("to_k", k), ("to_v", v)):
+            assert torch.equal(getattr(model.blocks[0].mixer, part).weight, weight)
+        assert 0.5 < kept < 1
 
 
 @pytest.mark.parametrize("name", ["agent", "gla", "inline", "linfusion", "mala", "mlla", "nala", "rala", "t5"])

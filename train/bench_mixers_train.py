@@ -4,6 +4,7 @@ the device as a whole; and a softmax teacher's weights in every mixer, before an
 from __future__ import annotations
 
 import copy
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import scanvas  # noqa: F401 - registers the models with timm
+import scanvas
+from scanvas.diffusion.linear_cores import TARGETS
 from scanvas.diffusion.linear_neutral import start_neutral
 
 from .bench_gpu import graphed_ms
@@ -32,6 +34,7 @@ from .measure import times
 from .optim import create_optimizer, create_scheduler
 
 _SMOOTHING = 0.1
+_CALIBRATION = 64  # images on which linearize fits what is new
 _WIDE = ("gdn", "gdn2", "gla", "kda")  # have fewer channels of keys, or more of values, than a softmax by default
 
 
@@ -53,7 +56,12 @@ class Budget:
         """The budget in words, ``recovery``: of the softmax teacher and what comes after."""
         model = f"{self.model}, {self.depth} blocks, patches of {self.patch}"
         training = f"{self.images} images × {self.epochs:g} epochs in batches of {self.batch}, AdamW {self.lr:g}"
-        return f"{model}; {training}, {self.dtype}" + (f"; then {self.recover_epochs:g} epochs" if recovery else "")
+        return f"{model}; {training}, {self.dtype}" + (
+            f"; linearised with {_CALIBRATION} images, or by the names of weights where linearize has no such target; "
+            f"then {self.recover_epochs:g} epochs"
+            if recovery
+            else ""
+        )
 
 
 def build(mixer: str, images: Images, budget: Budget, device: Any = None, **mixer_kwargs: Any) -> nn.Module:
@@ -95,7 +103,7 @@ def train(
     config = OptimConfig(lr=budget.lr, warmup_epochs=steps // 5, kwargs=kwargs)  # one step is one of its epochs
     optimizer = create_optimizer(model, config, batch)
     scheduler = create_scheduler(optimizer, config, epochs=steps, steps_per_epoch=1)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = _seeded(images, seed)
     order = torch.empty(0, dtype=torch.long, device=device)
     untimed = min(10, steps // 2)  # kernels are compiled
     model.train()
@@ -170,15 +178,35 @@ def measure_recovery(
     row: dict[str, Any], mixer: str, seed: int, images: Images, budget: Budget, teacher: tuple[nn.Module, float]
 ) -> None:
     """A mixer with the teacher's weights: accuracy after the exchange, and after training with its logits."""
-    torch.manual_seed(seed)
-    model = build(mixer, images, budget, **({"expand_k": 1.0, "expand_v": 1.0} if mixer in _WIDE else {}))
     row["teacher"] = teacher[1]
-    row["kept"] = inherit(model, teacher[0])
+    model, row["how"], row["kept"] = convert(mixer, seed, images, budget, teacher[0])
     row["swapped"] = accuracy(model, images, budget)
     row["trained_per_second"] = train(model, images, budget, budget.recover_epochs, seed, teacher[0])
     row["recovered"] = accuracy(model, images, budget)
     if teacher[1]:
         row["recovered_fraction"] = row["recovered"] / teacher[1]
+
+
+def convert(mixer: str, seed: int, images: Images, budget: Budget, teacher: nn.Module) -> tuple[nn.Module, str, float]:
+    """The teacher with a mixer instead of its softmax, how it was made, and the share of its weights that were the
+    teacher's: by ``scanvas.linearize`` where that has such a target, else by ``inherit``."""
+    target = "lit" if mixer == "linear" else mixer
+    if target in TARGETS:
+        batch, _ = images.draw(
+            torch.arange(min(_CALIBRATION, len(images.labels)), device=images.device), _seeded(images)
+        )
+        model, report = scanvas.linearize(
+            teacher, target, calibration=[batch], sizes=[], keep_original=False, seed=seed
+        )
+        new = sum(math.prod(tensor["shape"]) for tensor in report.tensors if tensor["status"] == "new")
+        return model, "linearize", 1 - new / sum(parameter.numel() for parameter in model.parameters())
+    torch.manual_seed(seed)
+    model = build(mixer, images, budget, **({"expand_k": 1.0, "expand_v": 1.0} if mixer in _WIDE else {}))
+    return model, "names", inherit(model, teacher)
+
+
+def _seeded(images: Images, seed: int = 0) -> torch.Generator:
+    return torch.Generator(images.device).manual_seed(seed)
 
 
 @torch.no_grad()
