@@ -25,7 +25,7 @@ __all__ = ["LinearDeit"]
 
 
 @register_notrace_module
-class Patches(nn.Module):
+class PatchEmbed(nn.Module):
     """One convolution whose kernel is its stride."""
 
     def __init__(self, patch_size: int, in_chans: int, dim: int, device=None, dtype=None):
@@ -102,7 +102,7 @@ class LinearDeit(PlainBackbone):
             raise ValueError(f"linear_layers must be a number of layers or None for all, got {linear_layers}")
         factory = {"device": device, "dtype": dtype}
         self._make_start(
-            Patches(patch_size, in_chans, embed_dim, **factory),
+            PatchEmbed(patch_size, in_chans, embed_dim, **factory),
             img_size,
             embed_dim,
             class_token=class_token,

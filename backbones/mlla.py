@@ -41,7 +41,7 @@ class Stem(nn.Module):
         return self.conv3(self.conv2(x) + x)
 
 
-class Merge(nn.Module):
+class Downsample(nn.Module):
     """Between stages: 1×1 to 8·C, depthwise 3×3 of stride 2, 1×1 to 2·C; an odd side is rounded up."""
 
     def __init__(self, dim: int, device=None, dtype=None):
@@ -59,7 +59,8 @@ class Merge(nn.Module):
 
 
 class MllaBlock(Block):
-    """``x + DWConv3×3(x)``, then ``x + mixer(norm(x))``, and once more with the feed-forward (fig. 3 of the paper).
+    """``x + DWConv3×3(x)``, then ``x + mixer(norm(x))``, and once more with the feed-forward (fig. 3 of the paper). The
+    convolutions are conditional position encodings (CPE, arXiv:2102.10882).
 
     The mixer ``mlla`` holds what the figure has between the two norms: both projections of the input, the convolution
     with SiLU, the attention, the gate and the output projection. Arguments as for ``Block``.
@@ -126,7 +127,7 @@ class Mlla(StagedBackbone):
         self.stages = nn.Sequential(
             *[
                 Stage(
-                    Merge(dims[i - 1], **factory) if i else nn.Identity(),
+                    Downsample(dims[i - 1], **factory) if i else nn.Identity(),
                     [
                         MllaBlock(
                             dims[i],

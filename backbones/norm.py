@@ -121,8 +121,7 @@ class PRepBN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(B, N, C)`` → the same shape and dtype."""
         if not self.training:
-            norm = self.batch_norm
-            scale, shift = _affine(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps, self.alpha)
+            scale, shift = self.affine()
             return torch.addcmul(shift, x.to(shift.dtype), scale).to(x.dtype)
         share = (1 - self.step / self.steps).clamp(min=0).to(x.dtype)
         self.step += 1
@@ -142,7 +141,7 @@ class ChannelAffine(nn.Module):
 
 
 def block_norm(name: str, default: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """The norm of blocks called ``name``: ``"rms"``, a model's own ``default``, or ``"prepbn"``."""
+    """What makes the norms of a model with ``norm=name``: ``default`` for ``"rms"``, ``PRepBN`` for ``"prepbn"``."""
     if name not in ("rms", "prepbn"):
         raise ValueError(f"norm must be 'rms' or 'prepbn', got {name!r}")
     return PRepBN if name == "prepbn" else default

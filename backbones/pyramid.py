@@ -35,12 +35,14 @@ class ConvMLP(nn.Module):
 class PyramidBlock(nn.Module):
     """``x + DWConv3×3(x)``, ``x + γ₁ mixer(LN(x))``, again ``x + DWConv3×3(x)`` if asked for, ``x + γ₂ mlp(LN(x))``.
 
+    The convolutions are conditional position encodings (CPE, arXiv:2102.10882).
+
     Args:
         dim, num_heads: of the mixer.
         mlp_hidden: inner width of the feed-forward.
         mixer, mixer_kwargs: name of the mixer and its keywords.
         layer_scale: γ at the start.
-        second_position: encode positions before the feed-forward too.
+        second_cpe: have the second of the two convolutions, before the feed-forward.
         drop_path: probability to drop a residual branch of a sample in training.
     """
 
@@ -53,33 +55,33 @@ class PyramidBlock(nn.Module):
         mixer: str,
         mixer_kwargs: dict[str, Any],
         layer_scale: float = 1.0,
-        second_position: bool = False,
+        second_cpe: bool = False,
         drop_path: float = 0.0,
         device=None,
         dtype=None,
     ):
         super().__init__()
         factory = {"device": device, "dtype": dtype}
-        self.position1 = TokenConv(dim, **factory)
+        self.cpe1 = TokenConv(dim, **factory)
         self.norm1 = LayerNorm(dim, eps=1e-6, **factory)
         self.mixer = create_mixer(mixer, dim, num_heads, **mixer_kwargs, **factory)
-        self.scale1 = LayerScale(dim, layer_scale, **factory)
-        self.position2 = TokenConv(dim, **factory) if second_position else None
+        self.ls1 = LayerScale(dim, layer_scale, **factory)
+        self.cpe2 = TokenConv(dim, **factory) if second_cpe else None
         self.norm2 = LayerNorm(dim, eps=1e-6, **factory)
         self.mlp = ConvMLP(dim, mlp_hidden, **factory)
-        self.scale2 = LayerScale(dim, layer_scale, **factory)
+        self.ls2 = LayerScale(dim, layer_scale, **factory)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """``(B, H·W, C)`` → the same shape."""
-        x = x + self.position1(x, grid)
-        x = x + self.drop_path(self.scale1(self.mixer(self.norm1(x), grid, 0)))
-        if self.position2 is not None:
-            x = x + self.position2(x, grid)
-        return x + self.drop_path(self.scale2(self.mlp(self.norm2(x), grid)))
+        x = x + self.cpe1(x, grid)
+        x = x + self.drop_path(self.ls1(self.mixer(self.norm1(x), grid, 0)))
+        if self.cpe2 is not None:
+            x = x + self.cpe2(x, grid)
+        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x), grid)))
 
 
-class Merge(nn.Module):
+class Downsample(nn.Module):
     """3×3 convolution of stride 2 and BatchNorm; an odd side is rounded up."""
 
     def __init__(self, in_dim: int, dim: int, device=None, dtype=None):
@@ -126,7 +128,7 @@ class Pyramid(StagedBackbone):
         mlp_ratio: inner width of the feed-forward over the stage's.
         head_width: channels that the classifier reads.
         layer_scale: γ at the start, one for each stage.
-        second_position: a second convolution for positions in each block, as NaLaFormer has it.
+        second_cpe: a second position encoding in each block, as NaLaFormer has it.
         mixer, mixer_kwargs: see ``scanvas.create_mixer``; of the linear stages.
         all_linear: no softmax in stages 3 and 4.
         softmax_kwargs: keywords of ``gated_softmax`` there.
@@ -150,7 +152,7 @@ class Pyramid(StagedBackbone):
         mlp_ratio: float = 3.5,
         head_width: int = 1024,
         layer_scale: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0),
-        second_position: bool = False,
+        second_cpe: bool = False,
         mixer: str = "rala",
         mixer_kwargs: dict[str, Any] | None = None,
         all_linear: bool = False,
@@ -185,13 +187,13 @@ class Pyramid(StagedBackbone):
                     mixer=name,
                     mixer_kwargs=layer_options(name, j, options),
                     layer_scale=layer_scale[i],
-                    second_position=second_position,
+                    second_cpe=second_cpe,
                     drop_path=rate,
                     **factory,
                 )
                 for j, rate in enumerate(rates[i])
             ]
-            stages.append(Stage(Merge(embed_dims[i - 1], dim, **factory) if i else nn.Identity(), blocks))
+            stages.append(Stage(Downsample(embed_dims[i - 1], dim, **factory) if i else nn.Identity(), blocks))
         self.stages = nn.Sequential(*stages)
         norm = nn.Sequential(
             nn.Conv2d(embed_dims[-1], head_width, 1, **factory), nn.BatchNorm2d(head_width, **factory), nn.SiLU()

@@ -56,7 +56,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 }
 _RAVLT = {"mixer": "rala"}
 _MAVIT = {"mixer": "mala"}
-_NALAFORMER = {"mixer": "nala", "softmax_kwargs": {"out_norm": True}, "second_position": True}
+_NALAFORMER = {"mixer": "nala", "softmax_kwargs": {"out_norm": True}, "second_cpe": True}
 
 
 _BLOCK = r"^layers\.(\d+\.blocks\.\d+)\."
@@ -68,9 +68,9 @@ _RULES = [
     (_BLOCK + r"attn\.ln\.", r"stages.\1.mixer.out_norm."),
     (_BLOCK + r"ffn\.dwconv\.", r"stages.\1.mlp.conv."),
     (_BLOCK + r"ffn\.(fc[12])\.", r"stages.\1.mlp.\2."),
-    (_BLOCK + r"(?:pos|cpe1)\.", r"stages.\1.position1."),
-    (_BLOCK + r"cpe2\.", r"stages.\1.position2."),
-    (_BLOCK + r"gamma_([12])$", r"stages.\1.scale\2.gamma"),
+    (_BLOCK + r"(?:pos|cpe1)\.", r"stages.\1.cpe1."),
+    (_BLOCK + r"cpe2\.", r"stages.\1.cpe2."),
+    (_BLOCK + r"gamma_([12])$", r"stages.\1.ls\2.gamma"),
     (r"^proj\.", "norm.0."),
     (r"^norm\.(?=[a-z])", "norm.1."),
     (r"^head\.(?=weight|bias)", "head.fc."),

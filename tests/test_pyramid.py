@@ -178,5 +178,5 @@ def test_files_of_other_classes_and_files_that_do_not_fit(tmp_path):
     del state["layers.3.blocks.1.gamma_2"]
     state["layers.0.blocks.0.attn.qkvo.weight"] = torch.zeros(36, 8, 1, 1)
     torch.save(state, tmp_path / "original.pth")
-    with pytest.raises(ValueError, match=r"stages\.0\.blocks\.0\.mixer.*blocks\.1\.scale2\.gamma is missing"):
+    with pytest.raises(ValueError, match=r"stages\.0\.blocks\.0\.mixer.*blocks\.1\.ls2\.gamma is missing"):
         load("ravlt", tmp_path / "original.pth")

@@ -1,6 +1,7 @@
 """``token_norm``, ``add_norm``, ``gated_add``: checks and dispatch."""
 
 from collections.abc import Callable
+from types import ModuleType
 
 from torch import Tensor
 
@@ -10,11 +11,11 @@ from scanvas.kernels.scan_order import check_order
 from . import reference
 from .reference import Norm
 
-IMPLEMENTATIONS: dict[str, tuple[Callable, ...]] = {"torch": (reference.token_norm, reference.add_norm, reference.add)}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"torch": reference}
 if dispatch.TRITON_USABLE:
     from . import triton
 
-    IMPLEMENTATIONS["triton"] = (triton.token_norm, triton.add_norm, triton.gated_add)
+    IMPLEMENTATIONS["triton"] = triton
 KINDS = ("rms", "layer")
 
 
@@ -53,7 +54,7 @@ def token_norm(
     """
     _check("token_norm", x, kind, {"weight": weight, "bias": bias}, {"shift": shift, "scale": scale})
     grid = _check_order("token_norm", x, order, grid)
-    run, _, _ = _implementation("token_norm", impl, x)
+    run = _implementation("token_norm", impl, x)
     return run(x, weight, bias, shift, scale, Norm(kind == "layer", eps, order, grid))
 
 
@@ -91,7 +92,7 @@ def add_norm(
         "add_norm", x, kind, {"weight": weight, "bias": bias}, {"shift": shift, "scale": scale, "gate": gate}, branch
     )
     grid = _check_order("add_norm", x, order, grid)
-    _, run, _ = _implementation("add_norm", impl, x)
+    run = _implementation("add_norm", impl, x)
     return run(x, branch, gate, weight, bias, shift, scale, Norm(kind == "layer", eps, order, grid))
 
 
@@ -107,7 +108,7 @@ def gated_add(
     """``x + gate·branch``, the branch in a scan order; arguments and errors as in ``add_norm``."""
     _check("gated_add", x, "rms", {}, {"gate": gate}, branch)
     grid = _check_order("gated_add", x, order, grid)
-    _, _, run = _implementation("gated_add", impl, x)
+    run = _implementation("gated_add", impl, x)
     return run(x, branch, gate, order, grid)
 
 
@@ -149,5 +150,5 @@ def _check_order(op: str, x: Tensor, order: str, grid: tuple[int, int] | None) -
     return grid[0], grid[1]
 
 
-def _implementation(op: str, impl: str, x: Tensor) -> tuple[Callable, ...]:
-    return IMPLEMENTATIONS[dispatch.resolve(op, impl, x.device, IMPLEMENTATIONS, x.dtype)]
+def _implementation(op: str, impl: str, x: Tensor) -> Callable:
+    return getattr(IMPLEMENTATIONS[dispatch.resolve(op, impl, x.device, IMPLEMENTATIONS, x.dtype)], op)

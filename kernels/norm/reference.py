@@ -38,7 +38,7 @@ def normalise(
     return modulate(x, shift, scale)
 
 
-def add(x: Tensor, branch: Tensor, gate: Tensor | None, order: str, grid: tuple[int, int]) -> Tensor:
+def gated_add(x: Tensor, branch: Tensor, gate: Tensor | None, order: str, grid: tuple[int, int]) -> Tensor:
     branch = from_order(branch, order, grid)
     return x + branch if gate is None else torch.addcmul(x, gate, branch)
 
@@ -59,5 +59,5 @@ def add_norm(
     scale: Tensor | None,
     norm: Norm,
 ) -> tuple[Tensor, Tensor]:
-    x = add(x, branch, gate, norm.order, norm.grid)
+    x = gated_add(x, branch, gate, norm.order, norm.grid)
     return x, normalise(x, weight, bias, shift, scale, norm)

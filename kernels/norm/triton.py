@@ -237,24 +237,24 @@ def _gated_add_backward(ctx, d_sum):
 _gated_add.register_autograd(_gated_add_backward, setup_context=_gated_add_context)
 
 
-def _check(x: Tensor) -> None:
+def _check(op: str, x: Tensor) -> None:
     if x.dtype == torch.float64:
-        raise TypeError("norm: impl='triton' computes in float32, but x is float64; use impl='torch'")
+        raise TypeError(f"{op}: impl='triton' computes in float32, but x is float64; use impl='torch'")
 
 
 def token_norm(x, weight, bias, shift, scale, norm: Norm) -> Tensor:
     """Arguments and result as ``reference.token_norm``; computed in float32 whatever the dtypes."""
-    _check(x)
+    _check("token_norm", x)
     return _token_norm(x, weight, bias, shift, scale, norm.layer, norm.eps, norm.order, *norm.grid)
 
 
 def add_norm(x, branch, gate, weight, bias, shift, scale, norm: Norm) -> tuple[Tensor, Tensor]:
     """Arguments and results as ``reference.add_norm``; computed in float32 whatever the dtypes."""
-    _check(x)
+    _check("add_norm", x)
     return _add_norm(x, branch, gate, weight, bias, shift, scale, norm.layer, norm.eps, norm.order, *norm.grid)
 
 
 def gated_add(x, branch, gate, order: str, grid: tuple[int, int]) -> Tensor:
-    """Arguments and result as ``reference.add``; computed in float32 whatever the dtypes."""
-    _check(x)
+    """Arguments and result as ``reference.gated_add``; computed in float32 whatever the dtypes."""
+    _check("gated_add", x)
     return _gated_add(x, branch, gate, order, *grid)
