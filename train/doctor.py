@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scanvas.kernels import conv, dispatch, gate, gated, glu, linear, local
+from scanvas.kernels import conv, dispatch, gate, gated, glu, linear, local, norm
 
 # Largest error of output or gradients relative to float64, for each dtype: rounding of inputs, outputs and what lies
 # between, with an ample margin. A wrong kernel is off by orders of magnitude.
@@ -124,6 +124,16 @@ def _cases() -> Iterator[tuple[str, dict[str, Callable], str, Callable, list[Ten
         torch.rand(64),
     ]
     yield "gated_mix", gate.IMPLEMENTATIONS, "D=64", gate.gated_mix, inputs
+    inputs = [torch.randn(2, 50, 3, 64), torch.randn(2, 50, 192), torch.rand(64)]
+    yield "swish_norm", gate.SWISH_IMPLEMENTATIONS, "D=64", gate.swish_norm, inputs
+    for kind in norm.KINDS:
+
+        def normalised(x, branch, gate, weight, shift, scale, impl, kind=kind):
+            options = {"kind": kind, "weight": weight, "shift": shift, "scale": scale, "order": "column", "impl": impl}
+            return torch.cat(norm.add_norm(x, branch, gate, grid=(5, 11), **options))
+
+        inputs = [*torch.randn(2, 2, 55, 96), torch.randn(2, 1, 96), torch.rand(96), *torch.randn(2, 2, 1, 96)]
+        yield "add_norm", norm.IMPLEMENTATIONS, f"{kind}, 5×11, C=96", normalised, inputs
 
     def disc(q, k, v, impl):
         return local.local_attention(q, k, v, (19, 21), 5, start=9, impl=impl)

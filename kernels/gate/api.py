@@ -9,12 +9,12 @@ from scanvas.kernels import dispatch
 from . import reference
 
 IMPLEMENTATIONS: dict[str, Callable] = {"torch": reference.mix}
-SWISH: dict[str, Callable] = {"torch": reference.swish_norm}
+SWISH_IMPLEMENTATIONS: dict[str, Callable] = {"torch": reference.swish_norm}
 if dispatch.TRITON_USABLE:
     from . import swish, triton
 
     IMPLEMENTATIONS["triton"] = triton.mix
-    SWISH["triton"] = swish.swish_norm
+    SWISH_IMPLEMENTATIONS["triton"] = swish.swish_norm
 ACTIVATIONS = (None, "silu")
 
 
@@ -73,7 +73,8 @@ def swish_norm(o: Tensor, gate: Tensor, weight: Tensor, *, eps: float = 1e-5, im
         ValueError, TypeError: as ``gated_mix``.
     """
     _check("swish_norm", o, {"gate": gate, "weight": weight})
-    return SWISH[dispatch.resolve("swish_norm", impl, o.device, SWISH, gate.dtype)](o, gate, weight, eps)
+    name = dispatch.resolve("swish_norm", impl, o.device, SWISH_IMPLEMENTATIONS, gate.dtype)
+    return SWISH_IMPLEMENTATIONS[name](o, gate, weight, eps)
 
 
 def _check(op: str, o: Tensor, given: dict[str, Tensor]) -> None:
