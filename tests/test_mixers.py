@@ -36,11 +36,11 @@ CASES = [
     ("gdn", {"bidirectional": False, "negative_eigenvalues": True, "expand_k": 1.0, "selective_rope": True}),
     ("lina", {"rope": True, "gate_grid": None}),
 ]
-GRIDS = [(5, 7), (1, 9), (8, 3)]
+PLACES = [((5, 7), 0), ((1, 9), 3), ((8, 3), 3)]
+"""Grids and numbers of prefix tokens."""
 
 
-@pytest.mark.parametrize("prefix", [0, 3])
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(("grid", "prefix"), PLACES)
 @pytest.mark.parametrize(("name", "cfg"), CASES)
 def test_map_times_values_is_attend(name, cfg, grid, prefix):
     mixer, x = build(name, **cfg), tokens(grid, prefix)
@@ -78,8 +78,11 @@ def test_map_is_float32_also_under_autocast(name, cfg, dtype):
     torch.testing.assert_close(got, exact, atol=4e-2 * exact.abs().max().item(), rtol=0)
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["weights", "autocast"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, False)],
+    ids=["bf16-autocast", "bf16", "fp16"],
+)
 @pytest.mark.parametrize(("name", "cfg"), CASES)
 def test_half_precision(name, cfg, dtype, autocast):
     """Output and gradients; tokens far from zero, so that sums of features formed in half precision would show."""
