@@ -21,7 +21,7 @@ from scanvas.backbones.scan import from_order, to_order
 
 from .adapters import find_adapter
 from .calibration_data import call_all
-from .linear_attention_modules import LinearizedLayer, TimmAttention
+from .linear_attention_modules import LinearizedLayer
 from .linear_cores import decay_logit
 from .linear_swap import Replacements, add_hooks
 
@@ -159,11 +159,6 @@ def _convolution(layer: nn.Module) -> nn.Module | None:
     return layer.conv if isinstance(layer, _ADD_A_CONVOLUTION) else None
 
 
-def _plain_inside(layer: nn.Module) -> bool:
-    """Nothing stands between the core and the output projection."""
-    return not isinstance(layer, TimmAttention) or (isinstance(layer.norm, nn.Identity) and layer.gate is None)
-
-
 def _fit_inside(model: nn.Module, replacements: Replacements, batches: list, fitted: dict) -> None:
     """The convolution and the scale of a core, to what reaches the softmax layer's output projection."""
     normal: dict[str, list] = {}
@@ -171,7 +166,7 @@ def _fit_inside(model: nn.Module, replacements: Replacements, batches: list, fit
     def visit(path, args, kwargs, output, watch):
         layer = replacements[path]
         conv, scale = _convolution(layer), getattr(getattr(layer, "core", None), "scale", None)
-        if (conv is None and scale is None) or not _plain_inside(layer):
+        if (conv is None and scale is None) or not getattr(layer, "plain_inside", True):
             return
         # Without an output projection (Flux' single blocks) the output itself is what the core gives.
         targets = [watch.inputs[i] for i in sorted(watch.inputs)] or list(_as_tuple(output))

@@ -97,6 +97,11 @@ class LinearizedLayer(nn.Module):
     reads_record: ClassVar[bool] = True
     """Its calls do not tell the grid; hooks do."""
 
+    @property
+    def plain_inside(self) -> bool:
+        """Nothing stands between the core and the output projection."""
+        return True
+
     def build_core(self, target: str, heads: int, options: dict, dim: int, value_dim: int, streams: int, like: Tensor):
         self.target = target
         factory = {"device": like.device, "dtype": like.dtype}
@@ -283,6 +288,10 @@ class TimmAttention(LinearizedLayer):
             setattr(self, name, getattr(original, name))
         dim, width = self.q_proj.in_features, self.q_proj.out_features
         self.build_core(target, heads, options, dim, width, 1, self.q_proj.weight)
+
+    @property
+    def plain_inside(self) -> bool:
+        return isinstance(self.norm, nn.Identity) and self.gate is None
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False

@@ -1,13 +1,17 @@
 """The targets made of the mixers' feature maps, and those that keep softmaxes of fewer pairs: core by core."""
 
+import copy
+
 import pytest
+import timm
 import torch
-from linear_parts import FEW_MODELS, MORE_TARGETS, build, run
+from linear_parts import FEW_MODELS, MORE_TARGETS, SoftmaxCore, build, run
 
 import scanvas
 from scanvas.backbones.mixers import MIXERS, create_mixer, list_mixers
 from scanvas.backbones.rope import apply_rope
-from scanvas.diffusion.linear_attention_modules import rotate_pairs
+from scanvas.diffusion.adapters_backbones import MixerAttention
+from scanvas.diffusion.linear_attention_modules import GridRecord, rotate_pairs
 from scanvas.diffusion.linear_cores import NO_TARGETS, TARGETS
 from scanvas.diffusion.linear_cores_placed import PlacedCore
 
@@ -271,3 +275,31 @@ def test_our_backbones_show_their_maps_and_come_back(name, count, grid):
     for layer in new:
         torch.testing.assert_close(layer.rows() @ layer.values(), layer.attended(), atol=1e-5, rtol=1e-5)
     assert torch.equal(run(scanvas.delinearize(student), inputs), run(model, inputs))
+
+
+@pytest.mark.parametrize("options", [{}, {"out_norm": True}, {"rope": False, "kernel_size": 0}])
+def test_a_gated_softmax_keeps_all_but_the_softmax(options, monkeypatch):
+    monkeypatch.setitem(TARGETS, "softmax", SoftmaxCore)
+    torch.manual_seed(0)
+    mixer, x = create_mixer("gated_softmax", WIDTH, HEADS, fused_projections=True, **options), torch.randn(2, 14, WIDTH)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    layer = MixerAttention(copy.deepcopy(mixer), "softmax", HEADS, {}, GridRecord())
+    torch.testing.assert_close(layer(x, (3, 4), 2), mixer(x, (3, 4), 2), atol=1e-5, rtol=1e-5)
+    assert not layer.plain_inside
+
+
+def test_the_softmax_of_late_stages(tmp_path):
+    """The first stages of a pyramid are linear already, and stay."""
+    torch.manual_seed(0)
+    model, x = timm.create_model("test_nalaformer", num_classes=5).eval(), torch.randn(2, 3, 64, 96)
+    student, report = scanvas.linearize(model, "nala", calibration=[x])
+    assert {row["path"].split(".")[1] for row in report.layers} == {"2", "3"}
+    assert {row["status"] for row in report.tensors} == {"inherited", "new"}
+    scanvas.save_linearized(student, tmp_path, num_classes=5)
+    again = scanvas.load_linearized(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(x), student(x))
+        assert not torch.equal(student(x), model(x))
+        assert torch.equal(scanvas.delinearize(student)(x), model(x))
