@@ -27,7 +27,11 @@ def batches_of(inputs):
         for mixer in TARGETS
         if mixer not in MORE_TARGETS  # which have tests/test_linearize_kernel.py
         for inherit in ("qkvo", "vo", "none")
-        if inherit == "qkvo" or mixer not in ("local", "t5", "hybrid") or (name, inherit) == ("sd35", "none")
+        # What is new beside the core is new for any core; of two streams, of one joint projection, of none at the end.
+        if inherit == "qkvo"
+        or (name in ("sd35", "vit_reg_qk_norm") and mixer not in ("local", "t5", "hybrid"))
+        or (name, inherit) == ("sd35", "none")
+        or (name, mixer, inherit) in (("flux", "gla", "none"), ("denoiser", "lit", "none"))
     ],
 )
 def test_errors_go_down(name, mixer, inherit):
