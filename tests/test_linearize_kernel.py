@@ -281,7 +281,7 @@ def test_our_backbones_show_their_maps_and_come_back(name, count, grid):
 def test_a_gated_softmax_keeps_all_but_the_softmax(options, monkeypatch):
     monkeypatch.setitem(TARGETS, "softmax", SoftmaxCore)
     torch.manual_seed(0)
-    mixer, x = create_mixer("gated_softmax", WIDTH, HEADS, fused_projections=True, **options), torch.randn(2, 14, WIDTH)
+    mixer, x = create_mixer("gated_softmax", 32, HEADS, fused_projections=True, **options), torch.randn(2, 14, 32)
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
