@@ -29,6 +29,13 @@ def _add_product(acc, a, b, SPLIT: tl.constexpr, DT: tl.constexpr, PREC: tl.cons
 
 
 @triton.jit
+def _matrix(pointer, cx, cy, X, Y, TRANSPOSED: tl.constexpr):
+    """A piece of an ``(X, Y)`` float32 matrix, or of its transpose."""
+    where = cy[None, :] * X + cx[:, None] if TRANSPOSED else cx[:, None] * Y + cy[None, :]
+    return tl.load(pointer + where, mask=(cx < X)[:, None] & (cy < Y)[None, :], other=0.0)
+
+
+@triton.jit
 def reduce_kernel(
     x_ptr,  # (B, N, H, X)
     y_ptr,  # (B, N, H, Y)
@@ -113,6 +120,8 @@ def apply_kernel(
     Y,
     U,
     eps,
+    steps,
+    ONE_PIECE: tl.constexpr,
     NORMALISE: tl.constexpr,
     DIVIDE: tl.constexpr,
     ADD: tl.constexpr,
@@ -125,36 +134,41 @@ def apply_kernel(
     BY: tl.constexpr,
     BU: tl.constexpr,
 ):
-    tiles = tl.cdiv(N, BN)
-    head = (tl.program_id(0) // tiles).to(tl.int64)
+    programs = tl.cdiv(N, BN * steps)
+    head = (tl.program_id(0) // programs).to(tl.int64)
     b, h = head // H, head % H
-    n, cy = tl.program_id(0) % tiles * BN + tl.arange(0, BN), tl.program_id(1) * BY + tl.arange(0, BY)
-    place = (b * N + n) * H + h
-    acc = tl.zeros((BN, BY), tl.float32)
-    for first in range(0, X, BX):
-        cx = first + tl.arange(0, BX)
-        x = _rows(x_ptr, b * x_batch + h * x_head, n, N, x_token, cx, X)
-        inside = (cx < X)[:, None] & (cy < Y)[None, :]
-        where = cy[None, :] * X + cx[:, None] if TRANSPOSED else cx[:, None] * Y + cy[None, :]
-        matrix = tl.load(matrix_ptr + head * X * Y + where, mask=inside, other=0.0)
-        acc = _add_product(acc, x, matrix, True, DT, PREC)
-    if NORMALISE:
-        cu = tl.arange(0, BU)
-        u = _rows(u_ptr, b * u_batch + h * u_head, n, N, u_token, cu, U).to(tl.float32)
-        total = tl.load(total_ptr + head * U + cu, mask=cu < U, other=0.0)
-        divisor = tl.sum(u * total[None, :], axis=1) + eps
-        if tl.program_id(1) == 0:
-            tl.store(divisor_ptr + place, divisor, mask=n < N)
-        acc /= tl.where(n < N, divisor, 1.0)[:, None]
-    if DIVIDE:
-        acc /= tl.load(divisor_ptr + place, mask=n < N, other=1.0)[:, None]
-    if ADD:
-        added = tl.load(added_ptr + head * Y + cy, mask=cy < Y, other=0.0)[None, :]
-        if WEIGHT:
-            added = added * tl.load(w_ptr + place, mask=n < N, other=0.0)[:, None]
-        acc += added
-    inside = (n < N)[:, None] & (cy < Y)[None, :]
-    tl.store(out_ptr + place[:, None] * Y + cy[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+    cy, cu = tl.program_id(1) * BY + tl.arange(0, BY), tl.arange(0, BU)
+    if ONE_PIECE:  # the matrix stays with the program
+        matrix = _matrix(matrix_ptr + head * X * Y, tl.arange(0, BX), cy, X, Y, TRANSPOSED)
+    for step in range(steps):
+        n = (tl.program_id(0) % programs * steps + step) * BN + tl.arange(0, BN)
+        place = (b * N + n) * H + h
+        acc = tl.zeros((BN, BY), tl.float32)
+        if ONE_PIECE:
+            x = _rows(x_ptr, b * x_batch + h * x_head, n, N, x_token, tl.arange(0, BX), X)
+            acc = _add_product(acc, x, matrix, True, DT, PREC)
+        else:
+            for first in range(0, X, BX):
+                cx = first + tl.arange(0, BX)
+                x = _rows(x_ptr, b * x_batch + h * x_head, n, N, x_token, cx, X)
+                piece = _matrix(matrix_ptr + head * X * Y, cx, cy, X, Y, TRANSPOSED)
+                acc = _add_product(acc, x, piece, True, DT, PREC)
+        if NORMALISE:
+            u = _rows(u_ptr, b * u_batch + h * u_head, n, N, u_token, cu, U).to(tl.float32)
+            total = tl.load(total_ptr + head * U + cu, mask=cu < U, other=0.0)
+            divisor = tl.sum(u * total[None, :], axis=1) + eps
+            if tl.program_id(1) == 0:
+                tl.store(divisor_ptr + place, divisor, mask=n < N)
+            acc /= tl.where(n < N, divisor, 1.0)[:, None]
+        if DIVIDE:
+            acc /= tl.load(divisor_ptr + place, mask=n < N, other=1.0)[:, None]
+        if ADD:
+            added = tl.load(added_ptr + head * Y + cy, mask=cy < Y, other=0.0)[None, :]
+            if WEIGHT:
+                added = added * tl.load(w_ptr + place, mask=n < N, other=0.0)[:, None]
+            acc += added
+        inside = (n < N)[:, None] & (cy < Y)[None, :]
+        tl.store(out_ptr + place[:, None] * Y + cy[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -194,9 +208,7 @@ def divisor_gradient_kernel(
         for start in range(0, V, BY):
             cy = start + tl.arange(0, BY)
             d_out = _rows(d_out_ptr, b * d_batch + h * d_head, n, N, d_token, cy, V)
-            inside = (cx < D)[None, :] & (cy < V)[:, None]
-            where = head * D * V + cx[None, :] * V + cy[:, None]
-            acc = _add_product(acc, d_out, tl.load(matrix_ptr + where, mask=inside, other=0.0), True, DT, PREC)
+            acc = _add_product(acc, d_out, _matrix(matrix_ptr + head * D * V, cy, cx, V, D, True), True, DT, PREC)
         q = _rows(q_ptr, b * q_batch + h * q_head, n, N, q_token, cx, D)
         total += tl.sum(acc * q.to(tl.float32), axis=1)
     divisor = tl.load(divisor_ptr + place, mask=n < N, other=1.0)

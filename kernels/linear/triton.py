@@ -14,7 +14,7 @@ _TOKENS = 32
 _WARPS = 2  # more would make Triton 3.6 take wgmma, see kernels/gated/README.md
 _PROGRAMS = 1024  # enough to fill the largest chips a few times over
 _PIECE = 64
-_SHORTEST = 8  # steps of a segment
+_STEPS = 8  # tiles of tokens of a program: at least, where it sums, and at most, where its matrix stays with it
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def _reduce(
     BX, BY = _piece(X), _piece(Y)
     pieces = triton.cdiv(X, BX) * triton.cdiv(Y, BY)
     tiles = triton.cdiv(N, _TOKENS)
-    segments = max(1, min(triton.cdiv(_PROGRAMS, B * H * pieces), tiles // _SHORTEST))
+    segments = max(1, min(triton.cdiv(_PROGRAMS, B * H * pieces), tiles // _STEPS))
     steps = triton.cdiv(tiles, segments)
     segments = triton.cdiv(tiles, steps)
     out = x.new_empty((B, H, segments, X, Y), dtype=torch.float32)
@@ -73,14 +73,17 @@ def _apply(
     u, total, eps = normalise or (x, None, 0.0)
     u = _dense(u)
     U = u.shape[-1]
-    BY = _piece(Y)
+    BX, BY = _piece(X), _piece(Y)
+    pieces = triton.cdiv(Y, BY)
+    tiles = triton.cdiv(N, _TOKENS)
+    steps = max(1, min(_STEPS, tiles, tiles * B * H * pieces // _PROGRAMS))
     out = x.new_empty((B, N, H, Y), dtype=dtype)
     with torch.cuda.device_of(x):
-        apply_kernel[(triton.cdiv(N, _TOKENS) * B * H, triton.cdiv(Y, BY))](
+        apply_kernel[(triton.cdiv(tiles, steps) * B * H, pieces)](
             x, matrix.contiguous(), u, total, divisor, weight, added, out, *x.stride()[:3], *u.stride()[:3],
-            N, H, X, Y, U, eps, NORMALISE=normalise is not None, DIVIDE=normalise is None and divisor is not None,
-            ADD=added is not None, WEIGHT=weight is not None, TRANSPOSED=transposed, BX=_piece(X), BY=BY,
-            BU=triton.next_power_of_2(U), **_options(x),
+            N, H, X, Y, U, eps, steps, ONE_PIECE=X <= BX, NORMALISE=normalise is not None,
+            DIVIDE=normalise is None and divisor is not None, ADD=added is not None, WEIGHT=weight is not None,
+            TRANSPOSED=transposed, BX=BX, BY=BY, BU=triton.next_power_of_2(U), **_options(x),
         )  # fmt: skip
     return out
 
