@@ -134,15 +134,17 @@ def test_decays_begin_as_in_the_papers():
 @pytest.mark.parametrize("width", [1, 6])
 @pytest.mark.parametrize("N", [1, 3, 130, 300])
 def test_delta_rule_in_chunks_is_the_recurrence(N, width):
-    """Output, gradients and map, for decays from none to all; float32 as exact as float32 is."""
+    """Output, gradients and map, for decays from none to all, with one gate per head and with gates per channel of keys
+    and of values; float32 as exact as float32 is."""
     generator = torch.Generator().manual_seed(N)
-    q, k, v, e = (torch.randn(2, N, 2, d, dtype=torch.float64, generator=generator) for d in (6, 6, 5, 6))
-    k = F.normalize(k, dim=-1)
-    e = e.sigmoid() * k
+    sizes = (6, 6, 5, width, 5)
+    q, k, v, b, w = (torch.randn(2, N, 2, d, dtype=torch.float64, generator=generator) for d in sizes)
+    k, b = F.normalize(k, dim=-1), b.sigmoid()
+    w = b if width == 1 else w.sigmoid()
     g = -torch.rand(2, N, 2, width, dtype=torch.float64, generator=generator)
     g[:, N // 2] = -1e4
     g[:, N // 3] = 0
-    inputs = [z.requires_grad_() for z in (q, k, v, g, e)]
+    inputs = [z.requires_grad_() for z in (q, k, v, g, b, w)]
     results = []
     for impl in IMPLEMENTATIONS:
         out = gated_delta_rule(*inputs, impl=impl)
@@ -154,28 +156,32 @@ def test_delta_rule_in_chunks_is_the_recurrence(N, width):
         torch.testing.assert_close(gated_delta_rule(*(z.float() for z in inputs)).double(), out, atol=1e-5, rtol=1e-5)
         turned = [z.flip(1) for z in inputs]
         both = zip(
-            (attention_rows(q, k, g, e), attention_rows(*(turned[i] for i in (0, 1, 3, 4)), reverse=True)),
-            (v, turned[2]),
+            (attention_rows(q, k, g, b), attention_rows(*(turned[i] for i in (0, 1, 3, 4)), reverse=True)),
+            (w * v, turned[5] * turned[2]),
             (out, out.flip(1)),
         )
         for matrix, values, expected in both:
             torch.testing.assert_close((matrix @ values.transpose(1, 2)).transpose(1, 2), expected)
         some = torch.tensor([N - 1, 0, N // 2])
         for reverse in (False, True):
-            full = attention_rows(q, k, g, e, reverse=reverse)
-            torch.testing.assert_close(attention_rows(q, k, g, e, some, reverse=reverse), full[:, :, some])
+            full = attention_rows(q, k, g, b, reverse=reverse)
+            torch.testing.assert_close(attention_rows(q, k, g, b, some, reverse=reverse), full[:, :, some])
 
 
 def test_delta_rule_refuses_what_does_not_fit():
     q, v, g = torch.zeros(1, 4, 2, 6), torch.zeros(1, 4, 2, 5), torch.zeros(1, 4, 2, 3)
     with pytest.raises(ValueError, match=r"log_decay must be .*\(1, 4, 2, 6\) or .*got \(1, 4, 2, 3\)"):
         gated_delta_rule(q, q, v, g, q)
-    with pytest.raises(ValueError, match=r"q, k and erase must be .*erase \(1, 4, 2, 5\)"):
+    with pytest.raises(ValueError, match=r"q and k must be .*k \(1, 4, 2, 5\)"):
+        gated_delta_rule(q, v, v, q, q)
+    with pytest.raises(ValueError, match=r"erase_gate must be .*\(1, 4, 2, 6\) or .*got \(1, 4, 2, 5\)"):
         gated_delta_rule(q, q, v, q, v)
+    with pytest.raises(ValueError, match=r"write_gate must be .*\(1, 4, 2, 5\) or .*got \(1, 4, 2, 6\)"):
+        gated_delta_rule(q, q, v, q, q, q)
     with pytest.raises(ValueError, match=r"v must be .*got \(1, 3, 2, 5\)"):
         gated_delta_rule(q, q, v[:, 1:], q, q)
-    with pytest.raises(ValueError, match="impl must be one of 'auto', 'recurrent', 'torch', got 'fla'"):
-        gated_delta_rule(q, q, v, q, q, impl="fla")
+    with pytest.raises(ValueError, match=r"impl must be one of 'auto', 'recurrent', 'torch'.*, got 'flash'"):
+        gated_delta_rule(q, q, v, q, q, impl="flash")
     with pytest.raises(RuntimeError, match=r"triton.*(not available here|no Triton kernel)"):
         gated_delta_rule(q, q, v, q, q, impl="triton")
     with pytest.raises(ValueError, match="expand_k gives a width of 9, which num_heads = 2 does not divide"):

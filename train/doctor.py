@@ -22,7 +22,7 @@ from scanvas.kernels import conv, dispatch, gate, gated, glu, linear, local, nor
 # Largest error of output or gradients relative to float64, for each dtype: rounding of inputs, outputs and what lies
 # between, with an ample margin. A wrong kernel is off by orders of magnitude.
 _ALLOWED = {torch.float32: 2e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-_PACKAGES = ("torch", "triton", "timm", "diffusers", "transformers", "accelerate", "peft", "flash-linear-attention")
+_PACKAGES = ("torch", "triton", "timm", "diffusers", "transformers", "accelerate", "peft", "fla-core")
 # (first bad release, first good one, compute capability, what goes wrong). From public reports on kernels of this kind.
 _REPORTED = [
     ((3, 2, 0), (3, 3, 0), 9, "crashes and wrong results of chunked scans (flash-linear-attention #253, #734)"),

@@ -2,6 +2,7 @@
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -132,7 +133,7 @@ class DeltaMixer(TokenMixer):
     @abstractmethod
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log decays and erase gates ``(B, N, directions, heads, Dk or 1)``, and the directions' write gates
-        ``(B, N, directions, heads, 1)`` if they have some."""
+        ``(B, N, directions, heads, 1)`` if they have some: the same tensor if they are the erase gates."""
 
     def write(self, x: Tensor, v: Tensor) -> Tensor:
         """Values as they are written by both directions."""
@@ -150,19 +151,22 @@ class DeltaMixer(TokenMixer):
             q, k = rotate(q, angles), rotate(k, angles)
         return q, k, self.write(x, v)
 
+    def _together(self, parts: Sequence[Tensor]) -> Tensor:
+        """One batch of what the directions scan, ``(B, N, heads, D)`` each, in the order in which they do."""
+        return parts[0] if self.directions == 1 else torch.cat((parts[0], parts[1].flip(1)))
+
     def _scans(self, x: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, ...]:
         """What each direction gives, ``(B, N, heads, Dv)`` with its factor ½."""
-        q, k, v = self._tokens(x, grid, prefix)
+        q, k, v = (self._together((z, z)) for z in self._tokens(x, grid, prefix))
         log_decay, erase_gate, write_gate = self.gates(x)
-        scans = []
-        for direction in range(self.directions):
-            erase = erase_gate[:, :, direction] * k
-            written = v if write_gate is None else (write_gate[:, :, direction] * v).to(v.dtype)
-            scan = (q, k, written, log_decay[:, :, direction], erase)
-            scans.append([z.flip(1) for z in scan] if direction else scan)
-        # One batch for both directions.
-        joined = [torch.cat(parts) for parts in zip(*scans)] if len(scans) > 1 else scans[0]
-        out = gated_delta_rule(*joined, scale=q.shape[-1] ** -0.5 / self.directions, impl=self.impl)
+        erase = self._together(erase_gate.unbind(2))
+        if write_gate is erase_gate:
+            write_gate = erase
+        elif write_gate is not None:
+            write_gate = self._together(write_gate.unbind(2))
+        log_decay = self._together(log_decay.unbind(2))
+        scale = q.shape[-1] ** -0.5 / self.directions
+        out = gated_delta_rule(q, k, v, log_decay, erase, write_gate, scale=scale, impl=self.impl)
         if self.directions == 1:
             return (out,)
         forward, backward = out.chunk(2)
@@ -201,8 +205,8 @@ class DeltaMixer(TokenMixer):
         scale = q.shape[-1] ** -0.5 / self.directions
         parts = {}
         for direction, name in enumerate(("forward", "backward")[: self.directions]):
-            erase = erase_gate[:, :, direction] * k
-            part = attention_rows(q, k, log_decay[:, :, direction], erase, rows, reverse=bool(direction), scale=scale)
+            gates = log_decay[:, :, direction], erase_gate[:, :, direction]
+            part = attention_rows(q, k, *gates, rows, reverse=bool(direction), scale=scale)
             if write_gate is not None:
                 part = part * write_gate[:, :, direction].permute(0, 2, 3, 1)
             parts[name] = part

@@ -10,7 +10,8 @@ def sum_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, erase: Tensor, scale: float) -> Tensor:
-    """``S ← exp(g) ⊙ S``, ``S ← S + kᵀ (v − e S)``, ``o = scale · q S``; arguments as ``gated_delta_rule``."""
+    """``S ← exp(g) ⊙ S``, ``S ← S + kᵀ (v − e S)``, ``o = scale · q S``; ``erase`` is
+    e = b ⊙ k, and v what is written; the rest as for ``gated_delta_rule``."""
     dtype, result = sum_dtype(q, k, v, log_decay, erase), v.dtype
     q, k, v, log_decay, erase = (x.to(dtype) for x in (q, k, v, log_decay, erase))
     state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])

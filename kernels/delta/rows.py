@@ -16,17 +16,17 @@ def attention_rows(
     q: Tensor,
     k: Tensor,
     log_decay: Tensor,
-    erase: Tensor,
+    erase_gate: Tensor,
     rows: Tensor | None = None,
     *,
     reverse: bool = False,
     scale: float | None = None,
 ) -> Tensor:
     """Rows of the matrix ``P (I + L)⁻¹`` which, times v, gives the scan from the left, or with ``reverse`` from the
-    right: P are the decayed scores of q and k, L those of e and k without the diagonal.
+    right: P are the decayed scores of q and k, L those of ``e = erase_gate ⊙ k`` and k without the diagonal.
 
     Args:
-        q, k, log_decay, erase: as for ``gated_delta_rule``.
+        q, k, log_decay, erase_gate: as for ``gated_delta_rule``.
         rows: indices of the wanted rows in any order, all by default.
         scale: factor on the scores, ``Dk ** -0.5`` by default.
 
@@ -35,7 +35,7 @@ def attention_rows(
         ``O(H·Dk·(N + R))``: L is never formed whole.
     """
     N, size = q.shape[1], min(_CHUNK, q.shape[1])
-    log_decay = log_decay.expand_as(k)
+    log_decay, erase = log_decay.expand_as(k), erase_gate * k
     if reverse:
         q, k, log_decay, erase = (x.flip(1) for x in (q, k, log_decay, erase))
         rows = N - 1 - (torch.arange(N, device=q.device) if rows is None else rows.to(q.device))
