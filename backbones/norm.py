@@ -140,10 +140,10 @@ class ChannelAffine(nn.Module):
         return torch.addcmul(self.shift, x, self.scale)
 
 
-def block_norm(name: str, default: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """What makes the norms of a model with ``norm=name``: ``default`` for ``"rms"``, ``PRepBN`` for ``"prepbn"``."""
-    if name not in ("rms", "prepbn"):
-        raise ValueError(f"norm must be 'rms' or 'prepbn', got {name!r}")
+def block_norm(name: str, default_name: str, default: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """What makes the norms of a model with ``norm=name``: ``default`` for its name, ``PRepBN`` for ``"prepbn"``."""
+    if name not in (default_name, "prepbn"):
+        raise ValueError(f"norm must be {default_name!r} or 'prepbn', got {name!r}")
     return PRepBN if name == "prepbn" else default
 
 

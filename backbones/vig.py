@@ -113,7 +113,7 @@ class Vig(PlainBackbone):
         mixer_kwargs = {"fused_projections": True, "proj_drop": proj_drop_rate, **(mixer_kwargs or {})}
         if rope:
             mixer_kwargs["rope"] = True
-        norm_layer = block_norm(norm, partial(RMSNorm, eps=1e-6))
+        norm_layer = block_norm(norm, "rms", partial(RMSNorm, eps=1e-6))
         self.blocks = nn.ModuleList(
             Block(
                 embed_dim,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .block import Block, init_linears, reset_parts, swiglu_hidden
 from .convert import convert_vig_h_checkpoint
 from .mixers import layer_options
-from .norm import LayerNorm, LayerNorm2d
+from .norm import LayerNorm, LayerNorm2d, block_norm
 from .staged import Stage, StagedBackbone, build_staged, staged_cfg
 
 __all__ = ["VigH"]
@@ -43,6 +43,8 @@ class VigH(StagedBackbone):
         depths, num_heads: blocks and heads of the four stages.
         embed_dim: width of the first stage; it doubles from stage to stage.
         mixer, mixer_kwargs: see ``scanvas.create_mixer``.
+        norm: of the blocks, ``"layer"``, or ``"prepbn"``, which training turns from LayerNorm into BatchNorm; see
+            ``PRepBN``. Those of images, in the stem, between stages and at the end, are LayerNorm in either case.
         drop_rate: dropout before the classifier.
         proj_drop_rate: dropout after the mixers' output projections.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0.
@@ -59,6 +61,7 @@ class VigH(StagedBackbone):
         num_heads: tuple[int, ...] = (3, 6, 12, 24),
         mixer: str = "gla",
         mixer_kwargs: dict[str, Any] | None = None,
+        norm: str = "layer",
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -78,7 +81,7 @@ class VigH(StagedBackbone):
             LayerNorm2d(embed_dim, eps=1e-5, **factory),
         )
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
-        norm_layer = partial(LayerNorm, eps=1e-5)
+        norm_layer = block_norm(norm, "layer", partial(LayerNorm, eps=1e-5))
         mixer_kwargs = {"fused_projections": True, "proj_drop": proj_drop_rate, **(mixer_kwargs or {})}
         self.stages = nn.Sequential(
             *[

@@ -31,29 +31,51 @@ def test_prepbn_is_its_definition():
         PRepBN(6, steps=0)
 
 
-@pytest.mark.parametrize(("mixer", "merged"), [("slab", True), ("softmax", True), ("gla", False)])
-@pytest.mark.parametrize("fused", [False, True])
-def test_norms_fold_away_exactly(mixer, merged, fused):
+def trained(name, shape, **options):
+    """A float64 model after three training steps of a kind, in evaluation mode, with images of its size."""
     torch.manual_seed(0)
-    size = {"img_size": (16, 24), "patch_size": 8, "depth": 2, "num_classes": 5}
-    options = {"mixer": mixer, "mixer_kwargs": {"fused_projections": fused}}
-    model = timm.create_model("test_vig", norm="prepbn", **size, **options).double()
-    x = torch.randn(2, 3, 16, 24, dtype=torch.float64)
+    model = timm.create_model(name, norm="prepbn", num_classes=5, **options).double()
+    x = torch.randn(2, 3, *shape, dtype=torch.float64)
     for _ in range(3):
         model(x).square().sum().backward()
-    model.eval()
+    return model.eval(), x
+
+
+MERGED = pytest.mark.parametrize(("mixer", "merged"), [("slab", True), ("softmax", True), ("gla", False)])
+
+
+def check_folding(model, x, blocks, merged):
+    """The model computes the same and no PRepBN is left, nor anything in its place where the mixer allows it."""
     expected = model(x)
-    if not fused and mixer == "slab":
-        torch.testing.assert_close(torch.jit.script(model)(x), expected)
+    assert len([m for m in model.modules() if isinstance(m, PRepBN)]) >= 2 * len(blocks)
     assert fold_norms(model) is model
     torch.testing.assert_close(model(x), expected, atol=1e-10, rtol=1e-10)
     assert not [m for m in model.modules() if isinstance(m, PRepBN)]
-    kinds = [type(norm) for block in model.blocks for norm in (block.norm1, block.norm2)]
-    assert kinds == [torch.nn.Identity if merged else ChannelAffine, torch.nn.Identity] * 2
+    for block in blocks:
+        assert type(block.norm1) is (torch.nn.Identity if merged else ChannelAffine)
+        assert type(block.norm2) is torch.nn.Identity
+
+
+@MERGED
+@pytest.mark.parametrize("fused", [False, True])
+def test_norms_fold_away_exactly(mixer, merged, fused):
+    size = {"img_size": (16, 24), "patch_size": 8, "depth": 2}
+    model, x = trained("test_vig", (16, 24), mixer=mixer, mixer_kwargs={"fused_projections": fused}, **size)
+    if not fused and mixer == "slab":
+        torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+    check_folding(model, x, list(model.blocks), merged)
+
+
+@MERGED
+def test_norms_of_stages_fold_away_exactly(mixer, merged):
+    model, x = trained("test_vig_h", (64, 96), mixer=mixer, depths=(1, 1, 2, 1))
+    check_folding(model, x, [block for stage in model.stages for block in stage.blocks], merged)
 
 
 def test_norm_refuses_what_it_can_not_do():
     with pytest.raises(ValueError, match="norm must be 'rms' or 'prepbn', got 'batch'"):
         timm.create_model("test_vig", norm="batch")
+    with pytest.raises(ValueError, match="norm must be 'layer' or 'prepbn', got 'rms'"):
+        timm.create_model("test_vig_h", norm="rms")
     with pytest.raises(ValueError, match="fold_norms needs a model in evaluation mode"):
         fold_norms(timm.create_model("test_vig", norm="prepbn", depth=1))
