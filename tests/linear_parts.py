@@ -283,33 +283,20 @@ GRIDS = {  # of the whole model, or of the first and the last host
     "flux": [(4, 6)], "qwen": [(4, 6)], "auraflow": [(4, 6)], "hunyuan": [(4, 4)], "wan": [(3, 4, 6)],
     "unet": [(8, 12), (16, 24)],
 }  # fmt: skip
+_SMALL = {"img_size": (48, 64), "depth": 2, "embed_dim": 48, "num_heads": 3}
 TIMM = {
-    "vit": ("vit_tiny_patch16_224", {"img_size": (48, 64), "num_classes": 7, "depth": 2}),
+    "vit": ("vit_tiny_patch16_224", {**_SMALL, "num_classes": 7}),
     "vit_reg_qk_norm": (
         "vit_tiny_patch16_224",
-        {
-            "img_size": (48, 64),
-            "depth": 2,
-            "qk_norm": True,
-            "reg_tokens": 4,
-            "class_token": False,
-            "global_pool": "avg",
-        },
+        {**_SMALL, "qk_norm": True, "reg_tokens": 4, "class_token": False, "global_pool": "avg"},
     ),
-    "deit_distilled": ("deit_tiny_distilled_patch16_224", {"img_size": (48, 64), "depth": 2}),
-    "eva02": ("eva02_tiny_patch14_224", {"img_size": (42, 56), "depth": 2}),
-    "dinov3": ("vit_small_patch16_dinov3", {"img_size": (48, 64), "depth": 2}),
-    "rope_mixed": ("vit_small_patch16_rope_mixed_224", {"img_size": (48, 64), "depth": 2}),
+    "deit_distilled": ("deit_tiny_distilled_patch16_224", _SMALL),
+    "eva02": ("eva02_tiny_patch14_224", {**_SMALL, "img_size": (42, 56)}),
+    "dinov3": ("vit_small_patch16_dinov3", {**_SMALL, "embed_dim": 192}),
+    "rope_mixed": ("vit_small_patch16_rope_mixed_224", {**_SMALL, "embed_dim": 192}),
     "vig": (
         "test_vig",
-        {
-            "img_size": (48, 64),
-            "depth": 2,
-            "mixer": "softmax",
-            "mixer_kwargs": {"qk_norm": True},
-            "class_token": True,
-            "rope": True,
-        },
+        {**_SMALL, "mixer": "softmax", "mixer_kwargs": {"qk_norm": True}, "class_token": True, "rope": True},
     ),
     "agent_deit": ("test_agent_deit", {"img_size": (48, 64)}),  # has agent attention, and softmax behind it
 }
