@@ -30,7 +30,7 @@ def inputs(model, batch=2, grid=(8, 8), seed=0):
     }
     if c.num_classes:
         kwargs["class_labels"] = torch.randint(0, c.num_classes + 1, (batch,), generator=g)
-    if c.caption_channels:
+    if c.get("caption_channels"):
         kwargs["encoder_hidden_states"] = torch.randn(batch, 7, c.caption_channels, generator=g)
         kwargs["encoder_attention_mask"] = (torch.arange(7) < 4).long().expand(batch, 7)
     return kwargs

@@ -1,11 +1,12 @@
 """Backbones and denoisers on a GPU, where fused kernels run, against the same on the CPU: outputs and gradients."""
 
+import backbone_parts
 import pytest
 import timm
 import torch
 from diffusion_parts import VARIANTS, build, inputs
 
-import scanvas  # noqa: F401 - registers the models
+from scanvas import LinearUDiTTransformer2DModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -37,7 +38,7 @@ def outputs_and_gradients(model, call, arguments):
 
 
 def check(model, call, arguments):
-    expected = outputs_and_gradients(randomise(model), call, arguments)
+    expected = outputs_and_gradients(model, call, arguments)
     moved = {k: v.cuda() for k, v in arguments.items()}
     actual = outputs_and_gradients(model.cuda(), call, moved)
     assert actual.keys() == expected.keys()
@@ -60,11 +61,41 @@ def check(model, call, arguments):
 )
 def test_backbone(name, options):
     model = timm.create_model(name, num_classes=5, **options).eval()
-    check(model, lambda m, a: m(a["x"]), {"x": torch.randn(2, 3, 96, 128)})
+    check(randomise(model), lambda m, a: m(a["x"]), {"x": torch.randn(2, 3, 96, 128)})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("test_mlla", {}),
+        ("test_agent_deit", {}),
+        ("test_ravlt", {}),
+        ("test_ravlt", {"all_linear": True}),
+        ("test_mavit", {}),
+        ("test_mavit", {"all_linear": True}),
+        ("test_nalaformer", {}),
+        ("test_vig_h", {"norm": "prepbn"}),
+    ],
+)
+def test_other_architectures(name, options):
+    torch.manual_seed(1)
+    model = randomise(backbone_parts.build(name, **options))
+    check(model, lambda m, a: m(a["x"]), {"x": torch.randn(2, 3, 64, 96)})
 
 
 @pytest.mark.parametrize("mixer", ["gla", "softmax"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_denoiser(mixer, variant):
     model = build(mixer, **VARIANTS[variant])
-    check(model, lambda m, a: m(**a).sample, inputs(model))
+    check(randomise(model), lambda m, a: m(**a).sample, inputs(model))
+
+
+@pytest.mark.parametrize("mlp", ["conv", "rep"])
+@pytest.mark.parametrize(
+    ("mixer", "mixer_kwargs"), [("softmax", {"cosine": True, "rope": True}), ("gla", None), ("gdn", None)]
+)
+def test_u_shaped_denoiser(mixer, mixer_kwargs, mlp):
+    torch.manual_seed(0)
+    size = {"sample_size": 16, "num_attention_heads": 2, "attention_head_dim": 8, "depths": (1, 1, 1, 1, 1)}
+    model = LinearUDiTTransformer2DModel(mixer=mixer, mixer_kwargs=mixer_kwargs, mlp=mlp, num_classes=5, **size).eval()
+    check(randomise(model), lambda m, a: m(**a).sample, inputs(model, grid=(16, 24)))
