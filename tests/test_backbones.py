@@ -109,7 +109,7 @@ def test_unknown_keywords_are_refused(name):
         timm.create_model(name, mixer="nope")
 
 
-@pytest.mark.parametrize("size", [(64, 96), (96, 64), (40, 56), (8, 120)])
+@pytest.mark.parametrize("size", [(64, 96), (40, 56), (8, 120)])
 @pytest.mark.parametrize(("name", "kwargs"), FORMS)
 def test_any_rectangle(name, kwargs, size):
     if name in STAGED:
