@@ -18,8 +18,9 @@ pytestmark = [
     pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention"),
 ]
 
-# Rounding the inputs of every product once is about a quarter of these.
-ALLOWED = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# Three times the largest error that the kernels have in float16 with exact products, under Triton's interpreter, and
+# the same for a dtype of three bits less.
+ALLOWED = {torch.float16: 3e-3, torch.bfloat16: 2.4e-2}
 KINDS = ["gdn", "kda", "gdn2", "two gates"]
 DECAYS = {
     "mild": lambda u: 0.1 * u,
@@ -60,7 +61,7 @@ def check(kind, *shape, dtype=torch.bfloat16, **options):
     for name, x, reference in zip(("out", "dq", "dk", "dv", "dg", "db", "dw"), got, exact):
         # A decay's gradient is a sum of q ⊙ dq minus k ⊙ dk, which may cancel to nothing.
         size = torch.maximum(reference.norm(), (q.double() * exact[1]).norm()) if name == "dg" else reference.norm()
-        error = float((x.double() - reference).norm() / size)
+        error = float((x.double() - reference).norm() / size.clamp_min(1e-30))  # one token alone erases nothing
         assert error < ALLOWED[dtype], f"{name}: {error:.1e}"
 
 

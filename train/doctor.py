@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scanvas.kernels import conv, dispatch, gate, gated, glu, linear, local, norm
+from scanvas.kernels import conv, delta, dispatch, gate, gated, glu, linear, local, norm
 
 # Largest error of output or gradients relative to float64, for each dtype: rounding of inputs, outputs and what lies
 # between, with an ample margin. A wrong kernel is off by orders of magnitude.
@@ -89,6 +89,26 @@ def _gates(shape: tuple[int, ...], case: str) -> Tensor:
     return torch.where(torch.arange(shape[1])[:, None, None] % 2 == 0, 0.0, -20.0).expand(shape).clone()
 
 
+def _delta_cases() -> Iterator[tuple[str, dict[str, Callable], str, Callable, list[Tensor]]]:
+    def one_gate(q, k, v, log_decay, gate, impl):
+        return delta.gated_delta_rule(q, k, v, log_decay, gate, gate, impl=impl)
+
+    for name, decays, gates, call in (
+        ("a decay and a gate per head", 1, 1, one_gate),
+        ("a decay per channel, a gate per head", 32, 1, one_gate),
+        ("a decay and a gate per channel", 32, 32, delta.gated_delta_rule),
+    ):
+        q, k = F.normalize(torch.randn(2, 2, 197, 2, 32), dim=-1)
+        v, log_decay = torch.randn(2, 197, 2, 64), _gates((2, 197, 2, decays), "spike")
+        inputs = [q, k, v, log_decay, torch.rand(2, 197, 2, gates)]
+        implementations = dict(delta.IMPLEMENTATIONS)
+        if "fla" in implementations:
+            half = [x.to("cuda", torch.bfloat16) for x in inputs]
+            if delta.refusal(*half, half[-1] if call is one_gate else None):
+                del implementations["fla"]
+        yield "gated_delta_rule", implementations, f"{name}, N=197, D=32/64", call, inputs
+
+
 def _cases() -> Iterator[tuple[str, dict[str, Callable], str, Callable, list[Tensor]]]:
     """Operation, its implementations, case, how it is called, inputs in float32."""
     for dims, tokens in (((32, 64), 197), ((36, 72), 300)):
@@ -97,6 +117,7 @@ def _cases() -> Iterator[tuple[str, dict[str, Callable], str, Callable, list[Ten
             inputs = [torch.randn(qk), torch.randn(qk), torch.randn(v), _gates(qk, case), _gates(qk, case)]
             name = f"{case} gates, N={tokens}, D={dims[0]}/{dims[1]}"
             yield "gated_linear_attention", gated.IMPLEMENTATIONS, name, gated.gated_linear_attention, inputs
+    yield from _delta_cases()
     q, k = torch.rand(2, 197, 3, 32), torch.rand(2, 197, 3, 32)
     yield (
         "linear_attention",
@@ -181,9 +202,11 @@ def examine() -> Iterator[Finding]:
             for impl in implementations:
                 # The slow definitions are checked once; the kernels only where they run without the interpreter.
                 definition = impl in ("recurrent", "quadratic", "dense")
-                if (impl in ("triton", "flex") and device == "cpu") or (definition and device == "cuda"):
+                if (impl in ("triton", "flex", "fla") and device == "cpu") or (definition and device == "cuda"):
                     continue
                 for dtype, allowed in _ALLOWED.items():
+                    if impl == "fla" and dtype == torch.float32:  # its kernels compute in half precision only
+                        continue
                     if definition and (dtype != torch.float32 or ("gates" in case and "learned" not in case)):
                         continue
                     error = _compare(call, inputs, impl, device, dtype)
