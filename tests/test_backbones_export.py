@@ -48,7 +48,7 @@ CASES = [
 ]
 SLOW = [
     ("test_vig", {"mixer": "linear"}),
-    ("test_vig_h", {"mixer": "local", **OPTIONS["local"]}),
+    ("test_vig_h", {"mixer": "local", **OPTIONS["local"], "depths": (0, 1)}),
     ("test_agent_deit", {"depth": 2, "linear_layers": 1}),  # the second layer is a softmax
     ("test_mlla", {}),
     ("test_nalaformer", {}),
