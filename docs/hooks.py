@@ -34,13 +34,14 @@ API = {
         "Backbones",
         [
             f"scanvas.backbones.{name}"
-            for name in ("vig", "vig_h", "mlla", "pyramid", "pyramid_models", "linear_deit", "block")
+            for name in ("vig", "vig_h", "mlla", "pyramid", "pyramid_models", "linear_deit", "block", "norm")
         ],
     ),
     "operations": (
         "Operations",
         [
             *(f"scanvas.kernels.{path.parent.name}" for path in sorted(ROOT.glob("kernels/*/__init__.py"))),
+            "scanvas.kernels.scan_order",
             "scanvas.kernels.dispatch",
         ],
     ),
