@@ -108,6 +108,8 @@ def test_a_teacher_that_is_not_softmax_is_refused(home, tmp_path):
     run(classifying(home, tmp_path / "c", "stages=[{steps: 1}]"))
     with pytest.raises(ConfigError, match="linearised already"):
         run([*classifying(home, tmp_path / "d"), f"teacher.checkpoint={tmp_path / 'c' / 'final'}"])
-    options = [*classifying(home, tmp_path / "e"), "teacher.checkpoint=null", "teacher.name=test_vig"]
+    options = [*classifying(home, tmp_path / "e"), "teacher.checkpoint=null", "teacher.kwargs={num_classes: 3}"]
     with pytest.raises(ConfigError, match=r"linearize does not know .*; it knows"):
-        run([*options, "teacher.kwargs={num_classes: 3}"])
+        run([*options, "teacher.name=test_resnet"])
+    with pytest.raises(ConfigError, match="Vig has no softmax self-attention"):
+        run([*options, "teacher.name=test_vig"])
