@@ -17,7 +17,7 @@ from .staged import Stage, StagedBackbone
 __all__ = ["Pyramid"]
 
 
-class ConvMLP(nn.Module):
+class ConvFeedForward(nn.Module):
     """``W₂ (u + DWConv3×3(u))`` with ``u = GELU(W₁ x)``."""
 
     def __init__(self, dim: int, hidden: int, device=None, dtype=None):
@@ -68,7 +68,7 @@ class PyramidBlock(nn.Module):
         self.ls1 = LayerScale(dim, layer_scale, **factory)
         self.cpe2 = TokenConv(dim, **factory) if second_cpe else None
         self.norm2 = LayerNorm(dim, eps=1e-6, **factory)
-        self.mlp = ConvMLP(dim, mlp_hidden, **factory)
+        self.mlp = ConvFeedForward(dim, mlp_hidden, **factory)
         self.ls2 = LayerScale(dim, layer_scale, **factory)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 

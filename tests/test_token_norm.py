@@ -139,7 +139,8 @@ def test_compiled():
         ({"bias": torch.ones(6)}, "has no bias"),
         ({"order": "column"}, "needs the grid"),
         ({"order": "diagonal"}, "scan order must be one of"),
-        ({"grid": (2, 2)}, "4 tokens, but x has 15"),
+        ({"grid": (2, 2)}, r"grid must be \(H, W\) of the 15 tokens of x, got \(2, 2\)"),
+        ({"grid": (-3, -5)}, r"got \(-3, -5\)"),
         ({"impl": "cuda"}, "impl must be one of"),
     ],
 )

@@ -81,7 +81,7 @@ def bench_mixers(
     work: list[Iterator] = []
     if "time" in kinds:
         work.append(_layers(names, sides, chosen))
-    if len(kinds) > ("time" in kinds):
+    if set(kinds) - {"time"}:
         dtype = "bfloat16" if chosen.type == "cuda" else "float32"
         images = load_images(data, chosen, budget.pop("images", None))
         equal = complete(Budget(dtype=dtype, **budget), images)

@@ -145,8 +145,8 @@ def _check_order(op: str, x: Tensor, order: str, grid: tuple[int, int] | None) -
         if order != "raster":
             raise ValueError(f"{op}: order={order!r} needs the grid (H, W) of the tokens")
         return 1, x.shape[1]
-    if grid[0] * grid[1] != x.shape[1]:
-        raise ValueError(f"{op}: grid {tuple(grid)} has {grid[0] * grid[1]} tokens, but x has {x.shape[1]}")
+    if min(grid) < 0 or grid[0] * grid[1] != x.shape[1]:
+        raise ValueError(f"{op}: grid must be (H, W) of the {x.shape[1]} tokens of x, got {tuple(grid)}")
     return grid[0], grid[1]
 
 
