@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import shares, tile
+from scanvas.kernels.tiles import shares, tile
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def _backward(o: Tensor, gate: Tensor, weight: Tensor, d_out: Tensor, eps: float
     D = o.shape[-1]
     rows = o.numel() // D
     BR, BD = tile(D)
-    programs, steps = shares(rows, BR)
+    programs, steps = shares(triton.cdiv(rows, BR))
     d_o, d_gate = torch.empty_like(o), torch.empty_like(gate)
     partial = torch.empty((programs, D), device=o.device, dtype=torch.float32)
     with torch.cuda.device_of(o):

@@ -11,15 +11,15 @@ import triton
 from torch import Tensor
 
 from scanvas.kernels.scan_order import ORDERS
+from scanvas.kernels.tiles import shares, tile
 
 from .kernels import norm_backward_kernel, norm_kernel
 from .reference import Norm
 
 
 def _tile(C: int) -> dict[str, int]:
-    """Rows and columns of a tile of about 2,048 elements."""
-    BC = triton.next_power_of_2(C)
-    return {"BR": max(1, 2048 // BC), "BC": BC, "num_warps": 8 if BC > 4096 else 4}
+    BR, BC = tile(C)
+    return {"BR": BR, "BC": BC, "num_warps": 8 if BC > 4096 else 4}
 
 
 def _rows(x: Tensor, *per_image: Tensor | None, order: str) -> tuple[int, int, int]:
@@ -46,16 +46,16 @@ def _forward(x, branch, gate, weight, bias, shift, scale, norm: Norm | None, ord
     dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
     total = None if branch is None else torch.empty_like(x, dtype=dtype)
     out = None if norm is None else torch.empty_like(x, dtype=dtype)
-    tile = _tile(C)
+    cut = _tile(C)
     if x.numel():
         with torch.cuda.device_of(x):
-            norm_kernel[(B * triton.cdiv(N, tile["BR"]),)](
+            norm_kernel[(B * triton.cdiv(N, cut["BR"]),)](
                 x, None if branch is None else branch.contiguous(), gate,
                 None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous(),
                 shift, scale, total, out, N, C, *grid, _stride(gate), _stride(shift), _stride(scale),
                 0.0 if norm is None else norm.eps, BRANCH=branch is not None, GATE=gate is not None,
                 NORM=norm is not None, LAYER=norm is not None and norm.layer, WEIGHT=weight is not None,
-                BIAS=bias is not None, MODULATE=shift is not None, COLUMNS=columns, BACKWARDS=backwards, **tile,
+                BIAS=bias is not None, MODULATE=shift is not None, COLUMNS=columns, BACKWARDS=backwards, **cut,
             )  # fmt: skip
     return tuple(y for y in (total, out) if y is not None)
 
@@ -81,11 +81,8 @@ def _backward(
     gate, scale = _dense(gate), _dense(scale)
     B, N, C = _rows(x, gate, scale, order=order)
     columns, backwards = ORDERS[order]
-    tile = _tile(C)
-    # Enough programs to fill the largest chips a few times over, few enough for their shares to be summed in no time.
-    blocks = triton.cdiv(N, tile["BR"])
-    steps = triton.cdiv(blocks, min(blocks, triton.cdiv(1024, B)))
-    programs = triton.cdiv(blocks, steps)
+    cut = _tile(C)
+    programs, steps = shares(triton.cdiv(N, cut["BR"]), most=triton.cdiv(1024, B))
     moved = d_sum is not None and (gate is not None or columns or backwards)
     d_x = None if d_out is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     d_branch = (
@@ -100,7 +97,7 @@ def _backward(
                 N, C, H, W, _stride(gate), _stride(scale), eps, programs, BRANCH=d_sum is not None,
                 GATE=gate is not None, NORM=d_out is not None, LAYER=layer, WEIGHT=weight is not None,
                 BIAS=bias is not None, MODULATE=scale is not None, COLUMNS=columns, BACKWARDS=backwards,
-                STEPS=steps, **tile,
+                STEPS=steps, **cut,
             )  # fmt: skip
     else:
         partial.zero_()

@@ -1,0 +1,19 @@
+"""How kernels that work row by row cut their rows, each the channels of a token or of one of its heads."""
+
+import triton
+
+
+def tile(D: int) -> tuple[int, int]:
+    """Rows and columns of a tile of about 2,048 elements."""
+    BD = triton.next_power_of_2(D)
+    return max(1, 2048 // BD), BD
+
+
+def shares(tiles: int, most: int = 1024) -> tuple[int, int]:
+    """Programs of a backward pass, at most so many, and the tiles each of them takes.
+
+    Enough programs to fill the largest chips a few times over, few enough for their shares of the gradients that are
+    summed over rows to be added up in no time.
+    """
+    steps = triton.cdiv(tiles, most)
+    return triton.cdiv(tiles, steps), steps
