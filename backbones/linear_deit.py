@@ -19,13 +19,13 @@ from .block import Block, init_linears, reset_parts
 from .convert import fit_checkpoint, rename, unwrap
 from .mixers import MIXERS, layer_options
 from .norm import LayerNorm
-from .plain import PlainBackbone, build_plain, check_divisible, plain_cfg
+from .plain import PatchEmbedBase, PlainBackbone, build_plain, plain_cfg
 
 __all__ = ["LinearDeit"]
 
 
 @register_notrace_module
-class PatchEmbed(nn.Module):
+class PatchEmbed(PatchEmbedBase):
     """One convolution whose kernel is its stride."""
 
     def __init__(self, patch_size: int, in_chans: int, dim: int, device=None, dtype=None):
@@ -34,15 +34,6 @@ class PatchEmbed(nn.Module):
             raise ValueError(f"patch_size must be positive, got {patch_size}")
         self.patch_size = patch_size
         self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=patch_size, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(B, in_chans, H, W)`` → ``(B, H/p, W/p, dim)``.
-
-        Raises:
-            ValueError: H or W is not divisible by the patch size; the message names the nearest sizes that are.
-        """
-        check_divisible(x.shape[-2], x.shape[-1], self.patch_size)
-        return self.proj(x.contiguous(memory_format=torch.channels_last)).permute(0, 2, 3, 1)
 
 
 class LinearDeit(PlainBackbone):

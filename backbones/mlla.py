@@ -16,7 +16,7 @@ from .block import Block, init_linears, reset_parts
 from .convert import fit_checkpoint, rename, unwrap
 from .mixers import TokenConv, layer_options
 from .norm import LayerNorm
-from .staged import Stage, StagedBackbone, build_staged, staged_cfg
+from .staged import Stage, StagedBackbone, build_staged, check_stages, staged_cfg
 
 __all__ = ["Mlla"]
 
@@ -117,8 +117,7 @@ class Mlla(StagedBackbone):
         dtype=None,
     ):
         super().__init__()
-        if len(depths) != len(num_heads):
-            raise ValueError(f"depths and num_heads must have one entry a stage, got {depths} and {num_heads}")
+        check_stages(depths=depths, num_heads=num_heads)
         factory = {"device": device, "dtype": dtype}
         dims = [embed_dim * 2**i for i in range(len(depths))]
         self.stem = Stem(in_chans, embed_dim, **factory)

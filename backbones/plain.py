@@ -17,7 +17,7 @@ from timm.models._input import update_model_input_size
 from timm.models._manipulate import checkpoint
 from torch import Tensor, nn
 
-__all__ = ["PlainBackbone", "build_plain", "check_divisible", "plain_cfg"]
+__all__ = ["PatchEmbedBase", "PlainBackbone", "build_plain", "plain_cfg"]
 
 
 @torch.jit.ignore
@@ -49,6 +49,20 @@ def add_position(x: Tensor, pos_embed: Tensor, grid_size: list[int], dynamic: bo
             pos_embed, new_size=grid, old_size=list(grid_size), num_prefix_tokens=0, antialias=False
         )
     return x.flatten(1, 2) + pos_embed
+
+
+class PatchEmbedBase(nn.Module):
+    """Patches of ``patch_size`` to tokens by the convolution ``proj``, both set by the subclass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, in_chans, H, W)`` → ``(B, H/p, W/p, dim)``.
+
+        Raises:
+            ValueError: H or W is not divisible by the patch size; the message names the nearest sizes that are.
+        """
+        check_divisible(x.shape[-2], x.shape[-1], self.patch_size)
+        # Tokens are channels-last, and so is all the way to them: no layout changes between convolution and norm.
+        return self.proj(x.contiguous(memory_format=torch.channels_last)).permute(0, 2, 3, 1)
 
 
 class PlainBackbone(nn.Module):

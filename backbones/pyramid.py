@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .block import reset_parts
 from .mixers import TokenConv, create_mixer, layer_options
 from .norm import LayerNorm
-from .staged import Stage, StagedBackbone
+from .staged import Stage, StagedBackbone, check_stages
 
 __all__ = ["Pyramid"]
 
@@ -164,12 +164,7 @@ class Pyramid(StagedBackbone):
         dtype=None,
     ):
         super().__init__()
-        lengths = {len(depths), len(embed_dims), len(num_heads), len(layer_scale)}
-        if len(lengths) > 1:
-            raise ValueError(
-                "depths, embed_dims, num_heads and layer_scale must have one entry a stage, got "
-                f"{depths}, {embed_dims}, {num_heads} and {layer_scale}"
-            )
+        check_stages(depths=depths, embed_dims=embed_dims, num_heads=num_heads, layer_scale=layer_scale)
         factory = {"device": device, "dtype": dtype}
         self.stem = make_stem(in_chans, embed_dims[0], **factory)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from .norm import LayerNorm2d
 
-__all__ = ["Stage", "StagedBackbone", "build_staged", "staged_cfg"]
+__all__ = ["Stage", "StagedBackbone", "build_staged", "check_stages", "staged_cfg"]
+
+
+def check_stages(**entries: tuple) -> None:
+    """Raise ValueError unless every argument has one entry for each stage."""
+    if len({len(values) for values in entries.values()}) > 1:
+        lists = (list(entries), [str(values) for values in entries.values()])
+        names, given = (f"{', '.join(words[:-1])} and {words[-1]}" for words in lists)
+        raise ValueError(f"{names} must have one entry a stage, got {given}")
 
 
 class Stage(nn.Module):

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from timm.layers import calculate_drop_path_rates, register_notrace_module
 from timm.models import generate_default_cfgs, register_model
-from torch import Tensor, nn
+from torch import nn
 
 from .block import Block, init_linears, reset_parts, swiglu_hidden
 from .convert import convert_vig_checkpoint
 from .mixers import layer_options
 from .norm import LayerNorm2d, RMSNorm, block_norm
-from .plain import PlainBackbone, build_plain, check_divisible, plain_cfg
+from .plain import PatchEmbedBase, PlainBackbone, build_plain, plain_cfg
 
 __all__ = ["Vig"]
 
 
 @register_notrace_module
-class PatchEmbed(nn.Module):
+class PatchEmbed(PatchEmbedBase):
     """Two overlapping convolutions, stride p/2 and 2, each followed by LayerNorm ("v2" of the original code)."""
 
     def __init__(self, patch_size: int, in_chans: int, dim: int, device=None, dtype=None):
@@ -40,16 +40,6 @@ class PatchEmbed(nn.Module):
             nn.Conv2d(dim // 2, dim, 3, stride=2, padding=1, **factory),
             LayerNorm2d(dim, eps=1e-5, **factory),
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(B, in_chans, H, W)`` → ``(B, H/p, W/p, dim)``.
-
-        Raises:
-            ValueError: H or W is not divisible by the patch size; the message names the nearest sizes that are.
-        """
-        check_divisible(x.shape[-2], x.shape[-1], self.patch_size)
-        # Tokens are channels-last, and so is all the way to them: no layout changes between convolution and norm.
-        return self.proj(x.contiguous(memory_format=torch.channels_last)).permute(0, 2, 3, 1)
 
 
 class Vig(PlainBackbone):

@@ -12,7 +12,7 @@ from .block import Block, init_linears, reset_parts, swiglu_hidden
 from .convert import convert_vig_h_checkpoint
 from .mixers import layer_options
 from .norm import LayerNorm, LayerNorm2d, block_norm
-from .staged import Stage, StagedBackbone, build_staged, staged_cfg
+from .staged import Stage, StagedBackbone, build_staged, check_stages, staged_cfg
 
 __all__ = ["VigH"]
 
@@ -69,8 +69,7 @@ class VigH(StagedBackbone):
         dtype=None,
     ):
         super().__init__()
-        if len(depths) != len(num_heads):
-            raise ValueError(f"depths and num_heads must have one entry a stage, got {depths} and {num_heads}")
+        check_stages(depths=depths, num_heads=num_heads)
         factory = {"device": device, "dtype": dtype}
         dims = [embed_dim * 2**i for i in range(len(depths))]
         self.stem = nn.Sequential(
