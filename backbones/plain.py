@@ -61,8 +61,12 @@ class PatchEmbedBase(nn.Module):
             ValueError: H or W is not divisible by the patch size; the message names the nearest sizes that are.
         """
         check_divisible(x.shape[-2], x.shape[-1], self.patch_size)
+        return self.embed(x).permute(0, 2, 3, 1)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """``(B, in_chans, H, W)`` → ``(B, dim, H/p, W/p)``."""
         # Tokens are channels-last, and so is all the way to them: no layout changes between convolution and norm.
-        return self.proj(x.contiguous(memory_format=torch.channels_last)).permute(0, 2, 3, 1)
+        return self.proj(x.contiguous(memory_format=torch.channels_last))
 
 
 class PlainBackbone(nn.Module):

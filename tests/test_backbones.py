@@ -8,6 +8,7 @@ from backbone_parts import FORMS, PLAIN, PYRAMIDS, STAGED, WITH_BATCHNORM, build
 
 import scanvas  # noqa: F401 - registers the models
 from scanvas.backbones.mixers import MIXERS
+from scanvas.backbones.vig import conv_of_blocks
 
 name = backbone_parts.name
 
@@ -217,3 +218,16 @@ def test_meta_model_is_filled_by_init_weights_or_a_state_dict(name):
     model.load_state_dict(reference.state_dict(), assign=True)
     x = images(1, 3, 64, 64)
     torch.testing.assert_close(model.eval()(x), reference.eval()(x), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(("stride", "channels", "size"), [(8, 3, (48, 32)), (2, 1, (6, 4)), (7, 4, (28, 14))])
+def test_convolution_of_blocks_is_the_convolution(stride, channels, size):
+    torch.manual_seed(0)
+    x = torch.randn(2, channels, *size, dtype=torch.float64, requires_grad=True)
+    conv = torch.nn.Conv2d(channels, 6, stride + 1, stride=stride, padding=1, dtype=torch.float64)
+    inputs = (x, conv.weight, conv.bias)
+    expected, actual = conv(x), conv_of_blocks(*inputs, stride)
+    torch.testing.assert_close(actual, expected)
+    gradient = torch.randn_like(expected)
+    for got, value in zip(*(torch.autograd.grad(y, inputs, gradient) for y in (actual, expected))):
+        torch.testing.assert_close(got, value)

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scanvas.backbones.mixers import create_mixer
+from scanvas.backbones.mixers import create_mixer, gla
+from scanvas.backbones.mixers.base import is_plain
 from scanvas.kernels.delta import IMPLEMENTATIONS, attention_rows, gated_delta_rule
 
 GRID = (3, 5)
@@ -238,3 +239,31 @@ def test_selective_rope_turns_by_running_sums(name):
         torch.testing.assert_close(torch.jit.script(model)(image), model(image))
         with pytest.raises(ValueError, match="selective_rope needs heads of an even width, got 3"):
             create_mixer(name, 12, 2, selective_rope=True)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"rope": True, "conv_act": True}, {"bidirectional": False, "local": False, "output": "swish"}]
+)
+def test_gla_projects_everything_at_once_on_a_gpu(monkeypatch, options, fused):
+    mixer, _ = build("gla", fused_projections=fused, **options)
+    x = tokens(1 + 15).requires_grad_()
+
+    def run():
+        y = mixer(x, GRID, 1)
+        return y, *torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()])
+
+    expected = run()
+    monkeypatch.setattr(gla, "_at_once", lambda features, *layers: is_plain(*layers))
+    seen = []
+    monkeypatch.setattr(F, "linear", lambda *args, linear=F.linear: seen.append(0) or linear(*args))
+    for actual, value in zip(run(), expected, strict=True):
+        torch.testing.assert_close(actual, value, rtol=1e-9, atol=1e-12)
+    assert len(seen) == 2  # everything, and the output
+
+    handle = mixer.gate_proj.register_forward_hook(lambda module, args, output: output * 0)
+    switched_off = mixer(x, GRID, 1)
+    handle.remove()
+    assert (switched_off - expected[0]).abs().max() > 1e-3  # a hook is heard
+    mixer.decay_proj[1] = nn.utils.parametrizations.weight_norm(mixer.decay_proj[1])
+    torch.testing.assert_close(mixer(x, GRID, 1), expected[0], rtol=1e-9, atol=1e-12)

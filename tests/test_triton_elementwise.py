@@ -51,13 +51,13 @@ def test_gated_mix(dtype, batch, tokens, heads, dim, activation):
     inputs = (
         torch.randn(batch, heads, tokens, dim).transpose(1, 2),
         torch.randn(batch, tokens, heads * dim),
-        torch.randn(batch, tokens, heads * dim) * 4,
+        torch.randn(batch, tokens, heads * dim + 7) * 4,
         torch.rand(dim) + 0.5,
         torch.rand(dim) + 0.5,
     )
 
-    def function(*tensors, impl):
-        return gated_mix(*tensors, activation=activation, impl=impl)
+    def function(o, local, wide, *weights, impl):  # the gate is a slice, as of a projection of everything at once
+        return gated_mix(o, local, wide[..., 3:-4], *weights, activation=activation, impl=impl)
 
     compare(function, inputs, (dtype,) * 3 + (torch.float32,) * 2)
 
@@ -68,10 +68,14 @@ def test_swish_norm(dtype, batch, tokens, heads, dim):
     torch.manual_seed(4)
     inputs = (
         torch.randn(batch, heads, tokens, dim).transpose(1, 2),
-        torch.randn(batch, tokens, heads * dim) * 4,
+        torch.randn(batch, tokens, heads * dim + 7) * 4,
         torch.rand(dim) + 0.5,
     )
-    compare(swish_norm, inputs, (dtype, dtype, torch.float32))
+
+    def function(o, wide, weight, impl):
+        return swish_norm(o, wide[..., 3:-4], weight, impl=impl)
+
+    compare(function, inputs, (dtype, dtype, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", BUDGET)

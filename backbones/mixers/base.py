@@ -18,6 +18,22 @@ def _convolve_tokens(
     return depthwise_conv2d(x, weight, grid, bias, activation=activation)
 
 
+def is_plain(*layers: nn.Module) -> bool:
+    """Whether the result of linear layers is that of their weights alone: nothing hooks into their calls (offloading,
+    LoRA, a user), and the weights are ordinary tensors (not quantised, not sharded). Only then may a layer's weight be
+    used without calling it."""
+    return all(
+        type(layer) is nn.Linear
+        and type(layer.weight) is nn.Parameter
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+        and not layer._backward_hooks
+        and not layer._backward_pre_hooks
+        and "forward" not in layer.__dict__
+        for layer in layers
+    )
+
+
 def rms_factor(x: Tensor, eps: float) -> Tensor:
     """``(mean x² + eps)^-½`` over the last axis: what an RMSNorm multiplies x with, and so each addend of x; float32,
     or float64 for float64."""

@@ -7,14 +7,18 @@ from torch import Tensor
 
 from scanvas.kernels.tiles import shares, tile
 
+from .places import by_token, gate_offset
+
 
 @triton.jit
-def _forward_kernel(o_ptr, gate_ptr, weight_ptr, out_ptr, rows, D, eps, BR: tl.constexpr, BD: tl.constexpr):
+def _forward_kernel(
+    o_ptr, gate_ptr, weight_ptr, out_ptr, rows, H, D, gate_stride, eps, BR: tl.constexpr, BD: tl.constexpr
+):
     r, d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
     inside = (r < rows)[:, None] & (d < D)[None, :]
     offset = r[:, None] * D + d[None, :]
     o = tl.load(o_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + gate_offset(r, d, H, D, gate_stride), mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     inverse = tl.rsqrt(tl.sum(o * o, axis=1) / D + eps)[:, None]
     y = o * inverse * weight * gate * tl.sigmoid(gate)
@@ -24,14 +28,16 @@ def _forward_kernel(o_ptr, gate_ptr, weight_ptr, out_ptr, rows, D, eps, BR: tl.c
 @triton.jit
 def _backward_kernel(
     o_ptr,  # (rows, D), this and all others but the weight and the last
-    gate_ptr,
+    gate_ptr,  # tokens gate_stride apart
     weight_ptr,  # (D,)
     d_out_ptr,
     d_o_ptr,
     d_gate_ptr,
     partial_ptr,  # (programs, D) float32, this program's share of the gradient of the weight
     rows,
+    H,
     D,
+    gate_stride,
     eps,
     STEPS: tl.constexpr,
     BR: tl.constexpr,
@@ -45,7 +51,7 @@ def _backward_kernel(
         inside = (r < rows)[:, None] & (d < D)[None, :]
         offset = r[:, None] * D + d[None, :]
         o = tl.load(o_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.load(gate_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + gate_offset(r, d, H, D, gate_stride), mask=inside, other=0.0).to(tl.float32)
         g = tl.load(d_out_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         s = tl.sigmoid(gate)
         inverse = tl.rsqrt(tl.sum(o * o, axis=1) / D + eps)[:, None]
@@ -62,14 +68,14 @@ def _backward_kernel(
 
 @torch.library.custom_op("scanvas::swish_norm", mutates_args=())
 def _forward(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    o, gate = o.contiguous(), gate.contiguous()
-    D = o.shape[-1]
+    o, gates = o.contiguous(), by_token(gate)
+    H, D = o.shape[-2:]
     rows = o.numel() // D
     BR, BD = tile(D)
-    out = torch.empty_like(gate)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     with torch.cuda.device_of(o):
         _forward_kernel[(triton.cdiv(rows, BR),)](
-            o, gate, weight.contiguous(), out, rows, D, eps, BR=BR, BD=BD, num_warps=4
+            o, gates, weight.contiguous(), out, rows, H, D, gates.stride(0), eps, BR=BR, BD=BD, num_warps=4
         )
     return out
 
@@ -81,16 +87,16 @@ def _(o, gate, weight, eps):
 
 @torch.library.custom_op("scanvas::swish_norm_backward", mutates_args=())
 def _backward(o: Tensor, gate: Tensor, weight: Tensor, d_out: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    o, gate, d_out = o.contiguous(), gate.contiguous(), d_out.contiguous()
-    D = o.shape[-1]
+    o, gates, d_out = o.contiguous(), by_token(gate), d_out.contiguous()
+    H, D = o.shape[-2:]
     rows = o.numel() // D
     BR, BD = tile(D)
     programs, steps = shares(triton.cdiv(rows, BR))
-    d_o, d_gate = torch.empty_like(o), torch.empty_like(gate)
+    d_o, d_gate = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (o, gate))
     partial = torch.empty((programs, D), device=o.device, dtype=torch.float32)
     with torch.cuda.device_of(o):
         _backward_kernel[(programs,)](
-            o, gate, weight.contiguous(), d_out, d_o, d_gate, partial, rows, D, eps,
+            o, gates, weight.contiguous(), d_out, d_o, d_gate, partial, rows, H, D, gates.stride(0), eps,
             STEPS=steps, BR=BR, BD=BD, num_warps=4,
         )  # fmt: skip
     return d_o, d_gate, partial.sum(0).to(weight.dtype)

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from scanvas.kernels.tiles import shares, tile
 
+from .places import by_token, gate_offset
+
 
 @triton.jit
-def _load(o_ptr, local_ptr, gate_ptr, offset, mask):
+def _load(o_ptr, local_ptr, gate_ptr, offset, place, mask):
     o = tl.load(o_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     local = tl.load(local_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + place, mask=mask, other=0.0).to(tl.float32)
     return o, local, tl.sigmoid(gate)
 
 
@@ -28,12 +30,14 @@ def _inverse_rms(x, D, eps):
 def _forward_kernel(
     o_ptr,  # (rows, D)
     local_ptr,  # (rows, D)
-    gate_ptr,  # (rows, D)
+    gate_ptr,  # (rows, D), tokens gate_stride apart
     ow_ptr,  # (D,)
     lw_ptr,  # (D,)
     out_ptr,  # (rows, D)
     rows,
+    H,
     D,
+    gate_stride,
     eps,
     SILU: tl.constexpr,
     BR: tl.constexpr,
@@ -42,7 +46,8 @@ def _forward_kernel(
     r, d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
     mask = (r < rows)[:, None] & (d < D)[None, :]
     offset = r[:, None] * D + d[None, :]
-    o, local, s = _load(o_ptr, local_ptr, gate_ptr, offset, mask)
+    place = gate_offset(r, d, H, D, gate_stride)
+    o, local, s = _load(o_ptr, local_ptr, gate_ptr, offset, place, mask)
     ow = tl.load(ow_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     lw = tl.load(lw_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     normed = local * _inverse_rms(local, D, eps) * lw
@@ -63,7 +68,7 @@ def _norm_backward(d_normed, x, inverse, weight, D):
 def _backward_kernel(
     o_ptr,  # (rows, D), this and all others but the last two
     local_ptr,
-    gate_ptr,
+    gate_ptr,  # tokens gate_stride apart
     ow_ptr,  # (D,)
     lw_ptr,  # (D,)
     d_out_ptr,
@@ -72,7 +77,9 @@ def _backward_kernel(
     d_gate_ptr,
     partial_ptr,  # (programs, 2, D) float32, this program's share of the gradients of the weights
     rows,
+    H,
     D,
+    gate_stride,
     eps,
     SILU: tl.constexpr,
     BR: tl.constexpr,
@@ -89,7 +96,8 @@ def _backward_kernel(
         r = first + step * BR + tl.arange(0, BR)
         mask = (r < rows)[:, None] & (d < D)[None, :]
         offset = r[:, None] * D + d[None, :]
-        o, local, s = _load(o_ptr, local_ptr, gate_ptr, offset, mask)
+        place = gate_offset(r, d, H, D, gate_stride)
+        o, local, s = _load(o_ptr, local_ptr, gate_ptr, offset, place, mask)
         gradient = tl.load(d_out_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         ro, rl = _inverse_rms(o, D, eps), _inverse_rms(local, D, eps)
         difference = o * ro * ow - local * rl * lw
@@ -114,15 +122,15 @@ def _backward_kernel(
 def _forward(
     o: Tensor, local: Tensor, gate: Tensor, o_weight: Tensor, local_weight: Tensor, eps: float, silu: bool
 ) -> Tensor:
-    o, local, gate = o.contiguous(), local.contiguous(), gate.contiguous()
-    D = o.shape[-1]
+    o, local, gates = o.contiguous(), local.contiguous(), by_token(gate)
+    H, D = o.shape[-2:]
     rows = o.numel() // D
     BR, BD = tile(D)
-    out = torch.empty_like(gate)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     with torch.cuda.device_of(o):
         _forward_kernel[(triton.cdiv(rows, BR),)](
-            o, local, gate, o_weight.contiguous(), local_weight.contiguous(), out, rows, D, eps,
-            SILU=silu, BR=BR, BD=BD, num_warps=4,
+            o, local, gates, o_weight.contiguous(), local_weight.contiguous(), out, rows, H, D, gates.stride(0),
+            eps, SILU=silu, BR=BR, BD=BD, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -143,17 +151,18 @@ def _backward(
     eps: float,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    o, local, gate, d_out = (x.contiguous() for x in (o, local, gate, d_out))
-    D = o.shape[-1]
+    o, local, d_out = (x.contiguous() for x in (o, local, d_out))
+    gates = by_token(gate)
+    H, D = o.shape[-2:]
     rows = o.numel() // D
     BR, BD = tile(D)
     programs, steps = shares(triton.cdiv(rows, BR))
-    d_o, d_local, d_gate = torch.empty_like(o), torch.empty_like(local), torch.empty_like(gate)
+    d_o, d_local, d_gate = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (o, local, gate))
     partial = torch.empty((programs, 2, D), device=o.device, dtype=torch.float32)
     with torch.cuda.device_of(o):
         _backward_kernel[(programs,)](
-            o, local, gate, o_weight.contiguous(), local_weight.contiguous(), d_out, d_o, d_local, d_gate, partial,
-            rows, D, eps, SILU=silu, BR=BR, BD=BD, STEPS=steps, num_warps=4,
+            o, local, gates, o_weight.contiguous(), local_weight.contiguous(), d_out, d_o, d_local, d_gate, partial,
+            rows, H, D, gates.stride(0), eps, SILU=silu, BR=BR, BD=BD, STEPS=steps, num_warps=4,
         )  # fmt: skip
     weights = [d.to(w.dtype, copy=True) for d, w in zip(partial.sum(0), (o_weight, local_weight))]
     return d_o, d_local, d_gate, *weights
