@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import DropPath, register_notrace_function
 from torch import Tensor, nn
 
-from scanvas.kernels.glu import silu_product, silu_product_
+from scanvas.kernels.glu import silu_product, silu_product_, swiglu_is_fused, swiglu_linear
 
 from .mixers import TokenConv, create_mixer
 from .norm import add_and_normalise
@@ -27,6 +27,22 @@ def _silu_product(x: Tensor, overwrite: bool) -> Tensor:
     return silu_product_(x) if overwrite else silu_product(x)
 
 
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a call of this layer is ``x Wᵀ`` and nobody looks on: no adapter, quantisation, parametrisation,
+    sharding, offloading, merged norm (which leaves a bias) or hook."""
+    if type(linear) is not nn.Linear or linear.bias is not None or type(linear.weight) not in (nn.Parameter, Tensor):
+        return False
+    hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
+    return not hooks and "forward" not in linear.__dict__ and not nn.modules.module._has_any_global_hook()
+
+
+def _is_traced(x: Tensor) -> bool:
+    """Whether a graph is being recorded that should hold ``fc1`` as the layer it is."""
+    # PyTorch before 2.7 can not tell exporting from compiling.
+    exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
+    return exporting or isinstance(x, torch.fx.Proxy) or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
+
+
 class SwiGLU(nn.Module):
     """``W₂ (SiLU(a) ⊙ b)`` with ``(a, b) = W₁ x`` (arXiv:2002.05202, eq. 6), without biases."""
 
@@ -38,7 +54,10 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(…, dim)`` → ``(…, dim)``."""
         overwrite = False
-        if not torch.jit.is_scripting():  # the output of fc1 is ours alone, unless a hook has seen it
+        if not torch.jit.is_scripting():
+            if not _is_traced(x) and _is_plain(self.fc1) and swiglu_is_fused(x, self.fc1.weight):
+                return self.fc2(swiglu_linear(x, self.fc1.weight))
+            # The output of fc1 is ours alone, unless a hook has seen it.
             overwrite = not torch.is_grad_enabled() and not self.fc1._forward_hooks
         return self.fc2(_silu_product(self.fc1(x), overwrite))
 

@@ -81,6 +81,11 @@ def check_tensors(op: str, *, optional: Collection[str] = (), **tensors: torch.T
             raise ValueError(f"{op}: {name} is on {x.device}, but {first_name} is on {first.device}")
 
 
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for tensors on this type of device."""
+    return device in _AUTOCAST and torch.is_autocast_enabled(device)
+
+
 def outside_autocast(function: Callable) -> Callable:
     """Let ``function``, whose first argument is a tensor, run as if there were no autocast. An operation picks the
     dtype of its sums itself; autocast would form them in half precision."""
@@ -88,7 +93,7 @@ def outside_autocast(function: Callable) -> Callable:
     @wraps(function)
     def run(tensor: torch.Tensor, *args, **kwargs):
         device = tensor.device.type
-        if device not in _AUTOCAST or not torch.is_autocast_enabled(device):
+        if not autocasts(device):
             return function(tensor, *args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(tensor, *args, **kwargs)

@@ -1,13 +1,14 @@
-"""The Triton kernels of the convolution, the gates of heads and SwiGLU's product, on a GPU or under the interpreter."""
+"""The Triton kernels of the convolution, the gates of heads and SwiGLU, on a GPU or under the interpreter."""
 
 import pytest
 import torch
-from elementwise_parts import BUDGET, DEVICE, compare
+from elementwise_parts import BUDGET, DEVICE, compare, relative_error
+from torch.utils.flop_counter import FlopCounterMode
 
 from scanvas.kernels import dispatch
 from scanvas.kernels.conv import depthwise_conv2d
 from scanvas.kernels.gate import gated_mix, swish_norm
-from scanvas.kernels.glu import silu_product, silu_product_
+from scanvas.kernels.glu import silu_product, silu_product_, swiglu_linear
 
 pytestmark = pytest.mark.skipif(
     not dispatch.TRITON_USABLE, reason="needs a GPU, or TRITON_INTERPRET=1 (see test_triton_interpreted.py)"
@@ -92,6 +93,79 @@ def test_silu_product_overwrites():
         out = silu_product_(given, impl="triton")
         assert out.data_ptr() == given.data_ptr()
         torch.testing.assert_close(out, expected)
+
+
+# rows, C, D
+PRODUCTS = [((2, 9), 32, 20), ((3, 7), 37, 9), ((1, 1), 1, 1)]
+if not dispatch.INTERPRETED:
+    PRODUCTS += [((2, 1000), 192, 512), ((3, 257), 384, 1024), ((7, 11), 100, 130), ((1, 300), 768, 2048)]
+FORMS = ["tiles", "rows"] if dispatch.INTERPRETED else ["chosen"]
+
+
+@pytest.fixture
+def swiglu_form(request, monkeypatch):
+    """Small tiles for the interpreter, so that there are several in every direction."""
+    if request.param != "chosen":
+        from scanvas.kernels.glu import triton_swiglu
+
+        def tiling(R, C, D):
+            form = request.param if C % 16 == 0 else "tiles"
+            return triton_swiglu.Tiling(16, 16, 16, 4, 2, form)
+
+        monkeypatch.setattr(triton_swiglu, "tiling", tiling)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "C", "D"), PRODUCTS)
+@pytest.mark.parametrize("swiglu_form", FORMS, indirect=True)
+def test_swiglu_linear(dtype, rows, C, D, swiglu_form):
+    torch.manual_seed(5)
+    # Rows which lie apart, and channels which do.
+    x = torch.randn(*rows, C + 3)[..., :C]
+    inputs = (x, torch.randn(C, 2 * D).T * 2 * C**-0.5)
+    compare(swiglu_linear, inputs, (dtype, dtype))
+    x, weight = (t.to(DEVICE, dtype) for t in inputs)
+    kept = swiglu_linear(x.requires_grad_(), weight, impl="triton")
+    with torch.no_grad():  # x Wᵀ is not written then
+        assert torch.equal(swiglu_linear(x, weight, impl="triton"), kept)
+    assert torch.equal(swiglu_linear(x[0, 0], weight, impl="triton"), kept[0, 0])
+
+
+def test_swiglu_linear_of_nothing():
+    for shape, C, D in (((0, 5), 5, 3), ((2, 5), 5, 0)):
+        x = torch.randn(shape, device=DEVICE).bfloat16().requires_grad_()
+        weight = torch.randn(2 * D, C, device=DEVICE).bfloat16().requires_grad_()
+        out = swiglu_linear(x, weight, impl="triton")
+        assert out.shape == (shape[0], D)
+        assert not any(g.any() for g in torch.autograd.grad(out.sum(), (x, weight)))
+
+
+def test_swiglu_linear_in_graphs():
+    """Fake tensors, autograd's registration and the schema, as torch.compile uses them; and its operations, counted."""
+    x, weight = torch.randn(2, 3, 8, device=DEVICE).half(), torch.randn(12, 8, device=DEVICE).half()
+    operations = torch.ops.scanvas
+    for needs in ((True, True), (False, True)):
+        tensors = tuple(t.clone().requires_grad_(need) for t, need in zip((x, weight), needs))
+        torch.library.opcheck(operations.swiglu_linear_kept, tensors, atol=1e-2, rtol=1e-2)
+    torch.library.opcheck(operations.swiglu_linear, (x, weight))
+    counts = []
+    for call in (lambda *tensors: swiglu_linear(*tensors, impl="triton"), torch.nn.functional.linear):
+        with FlopCounterMode(display=False) as counter:
+            call(x.requires_grad_(), weight.requires_grad_()).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_swiglu_linear_leaves_float32_to_torch_and_casts_under_autocast():
+    x, weight = torch.randn(2, 3, 8, device=DEVICE), torch.randn(12, 8, device=DEVICE)
+    with pytest.raises(TypeError, match="takes float16 and bfloat16, not torch"):
+        swiglu_linear(x, weight, impl="triton")
+    expected = swiglu_linear(x, weight)
+    assert expected.dtype == torch.float32
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = swiglu_linear(x, weight, impl="triton")
+    assert out.dtype == torch.bfloat16
+    assert relative_error(out, expected.double()) < 2 * BUDGET[torch.bfloat16]
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-12, 1e4])

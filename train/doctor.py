@@ -167,6 +167,9 @@ def _cases() -> Iterator[tuple[str, dict[str, Callable], str, Callable, list[Ten
     inputs = [*inputs, torch.rand(2, 408, 2, 16), torch.rand(2, 408, 2, 16), torch.tensor([0.1, 0.9])]
     yield "hybrid_attention", local.HYBRID_IMPLEMENTATIONS, "19×21 and 9 more, radius 5, D=32", hybrid, inputs
     yield "silu_product", glu.IMPLEMENTATIONS, "D=96", glu.silu_product, [torch.randn(2, 50, 192)]
+    for C in (64, 100):
+        inputs = [torch.randn(2, 150, C), torch.randn(2 * 96, C) * C**-0.5]
+        yield "swiglu_linear", glu.LINEAR_IMPLEMENTATIONS, f"C={C}, D=96", glu.swiglu_linear, inputs
 
 
 def _relative(actual: Tensor, exact: Tensor) -> float:
@@ -205,7 +208,8 @@ def examine() -> Iterator[Finding]:
                 if (impl in ("triton", "flex", "fla") and device == "cpu") or (definition and device == "cuda"):
                     continue
                 for dtype, allowed in _ALLOWED.items():
-                    if impl == "fla" and dtype == torch.float32:  # its kernels compute in half precision only
+                    half = impl == "fla" or (op, impl) == ("swiglu_linear", "triton")
+                    if half and dtype == torch.float32:  # these kernels compute in half precision only
                         continue
                     if definition and (dtype != torch.float32 or ("gates" in case and "learned" not in case)):
                         continue

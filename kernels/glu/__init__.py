@@ -1,5 +1,13 @@
-"""The product in SwiGLU: see ``silu_product``."""
+"""The product in SwiGLU, alone or with the linear layer before it: see ``silu_product`` and ``swiglu_linear``."""
 
 from .api import IMPLEMENTATIONS, silu_product, silu_product_
+from .swiglu import LINEAR_IMPLEMENTATIONS, swiglu_is_fused, swiglu_linear
 
-__all__ = ["IMPLEMENTATIONS", "silu_product", "silu_product_"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "LINEAR_IMPLEMENTATIONS",
+    "silu_product",
+    "silu_product_",
+    "swiglu_is_fused",
+    "swiglu_linear",
+]

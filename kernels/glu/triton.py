@@ -68,7 +68,8 @@ def _(x):
 
 
 @torch.library.custom_op("scanvas::silu_product_backward", mutates_args=())
-def _backward(x: Tensor, d_out: Tensor) -> Tensor:
+def product_backward(x: Tensor, d_out: Tensor) -> Tensor:
+    """The gradient of x, ``(…, 2·D)``, from that of the product ``(…, D)``."""
     x, d_out = x.contiguous(), d_out.contiguous()
     D = d_out.shape[-1]
     d_x = torch.empty_like(x)
@@ -79,7 +80,7 @@ def _backward(x: Tensor, d_out: Tensor) -> Tensor:
     return d_x
 
 
-@_backward.register_fake
+@product_backward.register_fake
 def _(x, d_out):
     return x.new_empty(x.shape)
 
@@ -90,7 +91,7 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, d_out):
     (x,) = ctx.saved_tensors
-    return _backward(x, d_out)
+    return product_backward(x, d_out)
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
