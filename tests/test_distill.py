@@ -1,6 +1,7 @@
 """``scanvas train distill``: how layers are called, what stages train, and what is left behind."""
 
 import copy
+import functools
 import json
 
 import distill_parts
@@ -246,3 +247,25 @@ def test_weights_of_a_classifier_come_from_a_file_too(home, tmp_path):
     assert measured["teacher"] == pytest.approx(wanted["teacher"], rel=1e-5)
     with pytest.raises((ConfigError, CheckpointError), match="cannot be built"):
         run(classifying(home, tmp_path / "c", *options, "teacher.kwargs={img_size: 8, patch_size: 2}"))
+
+
+def test_a_compiled_run_is_the_same(home, tmp_path, monkeypatch):
+    """Whole networks are compiled, the teacher's as well; calls that look inside are not, and see all the same."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    measured = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        stages = "{kind: attention, steps: 1}, {steps: 2, lr: 1e-2}, {steps: 2, terms: {prediction: 1, block: 1}}"
+        options = [f"stages=[{stages}]", f"train.torch_compile={compiled}", "optim.ema_decay=0.5"]
+        measured.append(run(painting(home, tmp_path / str(compiled), *options))[1])
+        assert bool(graphs) == compiled
+    for stage, numbers in measured[0].items():
+        assert measured[1][stage] == pytest.approx(numbers, rel=1e-4), stage
+    softmax = [any("scaled_dot_product" in name for name in names) for names in graphs]
+    assert sum(softmax) == 1, "the teacher's, and only where nothing inside it is asked for"

@@ -71,6 +71,8 @@ class Distillation:
         if config.teacher.cache:
             source.remember(lambda inputs: self.teacher(inputs)[0], self.teacher.net, self.out)
         self.measured = self._before()
+        if config.train.torch_compile and not config.teacher.offload:  # whose weights come and go
+            self.teacher.compile()
 
     def _student(self) -> Linear:
         config, source = self.config.student, self.source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,7 @@ class Teacher:
         self.net, self.root, self.cast, self.device = net.requires_grad_(False).eval(), root, cast, device
         self.dtype = torch.float32
         self.students: dict[str, nn.Module] = {}
+        self.whole: Callable = self.net  # what is called where nothing inside is looked at
 
     def settle(self, config: TeacherConfig, students: dict[str, nn.Module]) -> None:
         """Take on the dtype, the quantisation and the place that the recipe wants; let linearised layers know the grid
@@ -106,6 +107,12 @@ class Teacher:
             root.to("cpu")
             cpu_offload(root, self.device)
 
+    def compile(self) -> None:
+        """Compile the calls of the whole network; those that look inside stay as they are, because a compiled network
+        does not run hooks that come later."""
+        net = self.net
+        self.whole = torch.compile(lambda *inputs: net(*inputs))
+
     def grids(self) -> dict[str, Any]:
         """Path → grid of the image's tokens in the latest call, for the layers that ask for it."""
         return {path: layer.record.value for path, layer in self.students.items() if hasattr(layer, "record")}
@@ -113,11 +120,13 @@ class Teacher:
     @torch.no_grad()
     def __call__(self, inputs: tuple, paths: Iterable[str] = ()) -> tuple[Tensor, Calls]:
         """Output, and the calls of the modules at ``paths``. Under the run's autocast unless it has its own dtype."""
+        paths = list(paths)
+        net = self.net if paths else self.whole
         with Recorder(self.root(self.net), paths) as record:
             if self.dtype == torch.float32:
-                return self.net(*inputs), record.calls
+                return net(*inputs), record.calls
             with torch.autocast(self.device.type, enabled=False):
-                return self.net(*self.cast(inputs, self.dtype)), record.calls
+                return net(*self.cast(inputs, self.dtype)), record.calls
 
 
 def _quantize(root: nn.Module, kind: str) -> None:
@@ -170,13 +179,11 @@ class Student(nn.Module):
         switch = getattr(self.root, "enable_gradient_checkpointing", None) or self.root.set_grad_checkpointing
         switch()
 
-    def forward(self, inputs: tuple, watched: Iterable[str] = (), forced: Forced | None = None):
+    def forward(self, inputs: tuple, watched: Collection[str] = (), forced: Forced | None = None):
         """The network's output and the outputs of its modules at ``watched``. With ``forced``, instead, what modules
         make of the arguments that the teacher's had, and their maps: ``(path → output, path → pair of maps)``."""
         if forced is None:
-            with Recorder(self.root, watched) as record:
-                output = self.net(*inputs)
-            return output, {path: made for path, (_, _, made) in record.calls.items()}
+            return self._watched(inputs, watched) if watched else (self.net(*inputs), {})
         for path, grid in forced.grids.items():
             self.root.get_submodule(path).record.value = grid
         made, maps = {}, {}
@@ -187,6 +194,13 @@ class Student(nn.Module):
             if path in forced.probes:
                 maps[path] = forced.probes[path](self.root.get_submodule(path), args, kwargs)
         return made, maps
+
+    @torch.compiler.disable
+    def _watched(self, inputs: tuple, watched: Iterable[str]) -> tuple[Any, dict[str, Any]]:
+        """Hooks that come and go are not for a compiler."""
+        with Recorder(self.root, watched) as record:
+            output = self.net(*inputs)
+        return output, {path: made for path, (_, _, made) in record.calls.items()}
 
     def _in_own_dtype(self, tree: Any) -> Any:
         dtype = next(self.parameters()).dtype

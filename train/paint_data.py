@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .denoise_config import PaintDataConfig
@@ -217,6 +218,11 @@ class WorkerReader:
         return iter(self.loader)
 
 
+def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on a device. From pageable memory a copy would first wait for all the work that is queued there."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class MemoryReader:
     """Reads batches of keys from one tensor of all images, on the device if it fills less than half of what is free
     there. Images that cannot be read are missing from it: their places go to the ones after them."""
@@ -242,13 +248,13 @@ class MemoryReader:
 
     def read(self, plan: list[list[Key]]) -> Iterator[dict[str, Any]]:
         """The batches of a plan, in order."""
-        items, told = self.items, self.skipped
+        items, told, device = self.items, self.skipped, self.pixels.device
         for keys in plan:
             rows = self.row_of[[key.index for key in keys]]
-            pixels = self.pixels[torch.from_numpy(rows).to(self.pixels.device)]
+            pixels = self.pixels[without_waiting(torch.from_numpy(rows), device)]
             if keys[0].epoch >= 0 and items.hflip > 0:
                 chance = np.random.default_rng([items.seed, keys[0].epoch, keys[0].slot]).random(len(keys))
-                flip = torch.from_numpy(chance < items.hflip).to(pixels.device)
+                flip = without_waiting(torch.from_numpy(chance < items.hflip), device)
                 pixels = torch.where(flip[:, None, None, None], pixels.flip(-1), pixels)
             known = [
                 described(items.source, items.seed, key._replace(index=int(self.readable[row])))
