@@ -1,5 +1,6 @@
 """``scanvas bench mixers`` on images and grids of a few pixels."""
 
+import functools
 import io
 import json
 
@@ -11,12 +12,13 @@ from PIL import Image
 
 from scanvas.backbones.mixers import create_mixer
 from scanvas.diffusion.linear_neutral import start_neutral
-from scanvas.train import bench_mixers, bench_mixers_report, bench_mixers_train
+from scanvas.train import bench_mixers, bench_mixers_plot, bench_mixers_train
 from scanvas.train.bench_mixers_images import load_images
+from scanvas.train.bench_mixers_tables import short_table
 from scanvas.train.bench_mixers_train import Budget
-from scanvas.train.errors import DataError, NonFiniteError
+from scanvas.train.errors import DataError, NonFiniteError, UserError
 
-SMALL = ("--device", "cpu", "--grids", 4, 6, "--depth", 1, "--epochs", 3, "--recover-epochs", 2, "--batch-size", 16)
+SMALL = ("--device", "cpu", "--grids", 4, 6, "--depth", 1, "--epochs", 2, "--recover-epochs", 1, "--batch-size", 16)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,8 @@ def test_shards_cut_and_joined(colours, tmp_path, command, monkeypatch):
     run = ("bench", "mixers", "--data", colours, "--mixers", "softmax", "linear", "slab", *SMALL)
     wanted = bench_mixers_train.measure_recovery
     monkeypatch.setattr(bench_mixers, "_CPU", (24, 2, 256))  # channels, heads, tokens
+    narrow = functools.partial(Budget, model="test_vig")
+    monkeypatch.setattr(bench_mixers, "Budget", narrow)
 
     def cut(*_):
         raise KeyboardInterrupt
@@ -51,17 +55,18 @@ def test_shards_cut_and_joined(colours, tmp_path, command, monkeypatch):
     before = json.loads(place.read_text())["rows"]
     assert [(row["what"], row["mixer"]) for row in before] == [
         *[("time", name) for name in ("softmax", "softmax", "slab", "slab")],
+        *[("speed", name) for name in ("softmax", "slab")],
         *[("accuracy", name) for name in ("softmax", "slab")],
     ]
     monkeypatch.setattr(bench_mixers_train, "measure_recovery", wanted)
     code, out, err = command(*run, "--shard", "1/2", "--out", tmp_path / "a")
     assert code == 0, err
-    assert "6 rows of an earlier run are kept" in out
+    assert "8 rows of an earlier run are kept" in out
     rows = json.loads(place.read_text())["rows"]
-    assert rows[:6] == before
-    assert [(row["what"], row["mixer"]) for row in rows[6:]] == [("recovery", name) for name in ("softmax", "slab")]
+    assert rows[:8] == before
+    assert [(row["what"], row["mixer"]) for row in rows[8:]] == [("recovery", name) for name in ("softmax", "slab")]
     assert not any(row["failed"] for row in rows)
-    assert (tmp_path / "a" / "rows-1of2.csv").read_text().count("\n") == 9
+    assert (tmp_path / "a" / "rows-1of2.csv").read_text().count("\n") == 11
 
     def fails(name, *args, **kwargs):
         if args == (24, 2):
@@ -75,13 +80,14 @@ def test_shards_cut_and_joined(colours, tmp_path, command, monkeypatch):
     assert code == 0, err
     joined = json.loads((tmp_path / "all" / "mixers.json").read_text())["rows"]
     by = {(row["what"], row["mixer"], row.get("side")): row for row in joined}
-    assert len(by) == len(joined) == 3 * (2 + 1 + 1)
-    table = (tmp_path / "all" / "mixers.md").read_text()
-    assert table in out
-    header, _, *lines = [line for line in table.splitlines() if line.startswith("|")]
-    assert len(lines) == 3
-    assert {line.count("|") for line in lines} == {header.count("|")}
-    assert "`linear`, time (6): OutOfMemoryError: CUDA out of memory." in table
+    assert len(by) == len(joined) == 3 * (2 + 1 + 1 + 1)
+    short = (tmp_path / "all" / "table.md").read_text()
+    assert short in out
+    for table in (short, (tmp_path / "all" / "mixers.md").read_text()):
+        header, _, *lines = [line for line in table.splitlines() if line.startswith("|")]
+        assert len(lines) == 3
+        assert {line.count("|") for line in lines} == {header.count("|")}
+        assert "`linear`, time (6): OutOfMemoryError: CUDA out of memory." in table
     assert (tmp_path / "all" / "mixers.png").stat().st_size > 10_000
 
     softmax, linear = by["time", "softmax", 6], by["time", "linear", 6]
@@ -91,6 +97,11 @@ def test_shards_cut_and_joined(colours, tmp_path, command, monkeypatch):
     assert 0 < softmax["forward_ms"] < softmax["forward_backward_ms"]
     assert 0 < softmax["forward_mb"] < softmax["forward_backward_mb"]
     assert "forward_ms" not in linear
+    images, speed = load_images(str(colours), torch.device("cpu")), by["speed", "softmax", None]
+    built = bench_mixers_train.build("softmax", images, narrow(depth=1))
+    assert speed["parameters"] == sum(p.numel() for p in built.parameters())
+    assert 0 < speed["trained_per_second"] < speed["images_per_second"]
+    assert speed["trained_mb"] > 0
     for name in ("softmax", "linear", "slab"):  # colours are told apart by any
         assert by["accuracy", name, None]["accuracy"] > 60
         assert by["recovery", name, None]["recovered"] > 60
@@ -102,8 +113,19 @@ def test_shards_cut_and_joined(colours, tmp_path, command, monkeypatch):
         *["linearize"] * 2,
     ]
     # All of it but one 14×14 position and a 5×5 kernel with its bias a channel.
-    added, before = 192 * (14 * 14 + 26), by["accuracy", "softmax", None]["parameters"]
+    added, before = 64 * (14 * 14 + 26), speed["parameters"]
     assert by["recovery", "slab", None]["kept"] == pytest.approx(before / (before + added))
+
+    # What failed is tried once more, after the rest.
+    monkeypatch.setattr(bench_mixers, "create_mixer", create_mixer)
+    code, _, err = command(*run, "--shard", "2/2", "--out", tmp_path / "b", "--grids", 4, 2)
+    assert code == 0, err
+    rows = json.loads((tmp_path / "b" / "rows-2of2.json").read_text())["rows"]
+    assert [(row["what"], row.get("side"), row["failed"]) for row in rows[-3:]] == [
+        ("recovery", None, ""),
+        ("time", 2, ""),
+        ("time", 4, ""),
+    ]
 
     for arguments, message in (
         ((*run, "--out", tmp_path / "a", "--epochs", 1), "accuracy of another budget"),
@@ -203,11 +225,58 @@ def test_a_loss_that_is_not_finite_is_said(colours):
         bench_mixers_train.train(model, images, budget, 1, 0)
 
 
-def test_labels_of_the_plot_do_not_cover_one_another(tmp_path, monkeypatch):
-    boxes = []
-    cover = bench_mixers_report._cover
-    monkeypatch.setattr(bench_mixers_report, "_cover", lambda a, b: boxes.append(a) or cover(a, b))
-    points = {f"mixer{i}": (1000 + i % 5, 60 + (i // 5) / 10, 0.1 * (i % 2)) for i in range(25)}
-    bench_mixers_report.draw(points, tmp_path / "plot.png")
+def test_a_device_that_is_lost_ends_the_run(monkeypatch):
+    """After an illegal access every further row of the process would fail with it."""
+    row, device = {"what": "speed", "mixer": "gla", "failed": "AcceleratorError: illegal access"}, torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    bench_mixers._check_device(device, row)
+
+    def lost(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(UserError, match="any more after speed of gla .AcceleratorError: illegal access.: run the same"):
+        bench_mixers._check_device(device, row)
+
+
+def test_the_short_table_and_the_plot(tmp_path, monkeypatch):
+    """Seeds are averaged, the device's times are taken where there are also those of a CPU, what failed is marked;
+    labels of a crowd of points cover neither one another nor points."""
+    reached = {"softmax": [60.0], "gla": [70.0, 72.0, 74.0], "mala": [65.0]}
+    rows = [
+        {"what": "accuracy", "mixer": name, "seed": seed, "budget": "b", "failed": "", "accuracy": value}
+        for name, values in reached.items()
+        for seed, value in enumerate(values)
+    ]
+    for device, factor in (("CPU, 1 head", 1e3), ("H200, 1 head", 1)):
+        for side in (14, 32, 128):
+            row = {"what": "time", "mixer": "gla", "side": side, "batch": 2, "budget": device, "failed": ""}
+            rows.append(row | {"forward_backward_ms": factor * side**2 / 1e4, "forward_backward_mb": factor * side})
+    rows.append({"what": "time", "mixer": "mala", "side": 14, "batch": 2, "budget": "H200, 1 head", "failed": "Bad: x"})
+    for name, speed in (("softmax", 9e3), ("gla", 8e3), ("mala", 7e3)):
+        row = {"what": "speed", "mixer": name, "budget": "H200, m", "failed": "", "parameters": 2.345e6}
+        rows.append(row | {"images_per_second": speed, "trained_per_second": speed / 4})
+    recovery = {"what": "recovery", "seed": 0, "budget": "r", "failed": ""}
+    rows += [
+        recovery | {"mixer": "gla", "swapped": 30.0, "recovered": 66.61},
+        recovery | {"mixer": "mala", "swapped": 9},
+    ]
+    header, _, *lines = short_table(rows).splitlines()[:5]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, *lines)]
+    assert cells[0][-2:] == ["ns a token, 14² / 128²", "MiB, 128²"]
+    assert cells[1] == ["`gla`", "2.3", "72.0 ± 2.0 (3)", "8,000", "2,000", "30.0 → 66.6", "50 / 50", "128"]
+    assert cells[2] == ["`mala`", "2.3", "65.0", "7,000", "1,750", "9.0 → ×", "× / –", "–"]
+    assert cells[3] == ["`softmax`", "2.3", "60.0", "9,000", "2,250", *"–––"]
+    assert short_table(rows).endswith("Failed:\n\n- `mala`, time (14): Bad: x\n")
+
+    placed = []
+    cover = bench_mixers_plot._cover
+    monkeypatch.setattr(bench_mixers_plot, "_cover", lambda a, b: placed.append((a, b, cover(a, b))) or cover(a, b))
+    kinds = ("softmax", "scan", "other")
+    points = {f"mixer{i}": (1000 + i % 5, 60 + (i // 5) / 10, 0.1 * (i % 2), kinds[i % 3]) for i in range(25)}
+    bench_mixers_plot.draw(points, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
-    assert len(boxes) > 25
+    boxes = {b for _, b, _ in placed}
+    last = placed[-1][0]  # the box that was taken for the last label
+    assert len(boxes) == 25 + 1 + 24  # points, the legend, and all labels but the last
+    assert sum(cover(a, b) for a in [*boxes, last] for b in [*boxes, last] if a < b) == 0

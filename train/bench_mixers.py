@@ -1,12 +1,15 @@
-"""``scanvas bench mixers``: every mixer's cost by resolution, its accuracy after an equal training, and how much of a
-softmax teacher comes back when its weights are put into it. See bench_mixers_train.py and bench_mixers_report.py.
+"""``scanvas bench mixers``: every mixer's cost by resolution, how fast a backbone with it is, its accuracy after an
+equal training, and how much of a softmax teacher comes back when its weights are put into it. See
+bench_mixers_train.py and bench_mixers_report.py.
 
 A row is saved as soon as it is measured, and a mixer that cannot do something is a row that says why. A run into the
-same folder goes on where the last one stopped.
+same folder goes on where the last one stopped, and tries what failed once more, at the end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +23,16 @@ from scanvas.backbones.mixers import MIXERS, create_mixer, list_mixers
 
 from .bench import _text
 from .bench_gpu import graphed_ms
-from .bench_mixers_images import load_images
+from .bench_mixers_images import load_images, random_images
 from .bench_mixers_report import identity, merge, save_rows, stored_rows
-from .bench_mixers_train import Budget, complete, trainings
-from .errors import ConfigError, nearest
+from .bench_mixers_train import Budget, complete, speeds, trainings
+from .errors import ConfigError, UserError, nearest
 from .evaluate import pick_device
 from .flops import count_flops
 from .measure import peak_memory, times, versions
 
-KINDS = ("time", "accuracy", "recovery")
+KINDS = ("time", "speed", "accuracy", "recovery")
+_TRAINED = {"accuracy", "recovery"}
 SIDES = (14, 32, 64, 128)
 _CPU, _GPU = (192, 3, 4096), (384, 6, 65536)  # channels, heads, tokens of a batch
 
@@ -83,25 +87,30 @@ def bench_mixers(
         work.append(_layers(names, sides, chosen))
     if set(kinds) - {"time"}:
         dtype = "bfloat16" if chosen.type == "cuda" else "float32"
-        images = load_images(data, chosen, budget.pop("images", None))
+        limit = budget.pop("images", None)
+        images = load_images(data, chosen, limit) if _TRAINED & set(kinds) else random_images(chosen)
         equal = complete(Budget(dtype=dtype, **budget), images)
+        if "speed" in kinds:
+            work.append(speeds(names, images, equal, _name(chosen)))
         for what in kinds:
-            if what != "time":
+            if what in _TRAINED:
                 _same_budget(earlier, what, equal.text(what == "recovery"), folder)
                 work.append(trainings(what, names, list(seeds), images, equal, folder))
     known = versions(chosen)
     print("  ".join(f"{key} {value}" for key, value in known.items()))
     done = {identity(row) for row in earlier if not row["failed"]}
+    again = {identity(row) for row in earlier} - done
     if done:
         print(f"{len(done)} rows of an earlier run are kept; delete {folder} to measure them anew")
-    for name, measure in (item for part in work for item in part):
-        if identity(name) in done:
-            continue
+    missing = [item for part in work for item in part if identity(item[0]) not in done]
+    for name, measure in sorted(missing, key=lambda item: identity(item[0]) in again):
         row = name | _tried(measure, chosen)
         print("  ".join(f"{key} {_text(value)}" for key, value in row.items() if key != "budget"), file=sys.stderr)
         sys.stderr.flush()
         rows = [old for old in rows if identity(old) != identity(row)] + [row]
         save_rows(rows, known, place)
+        if row["failed"]:
+            _check_device(chosen, row)
     return merge([folder], folder)
 
 
@@ -112,10 +121,10 @@ def _checked(mixers, only, data, sides, seeds, shard, budget) -> tuple[list[str]
             if value not in allowed:
                 raise ConfigError(f"{option}: unknown {value!r}{nearest(value, allowed, limit=40)}")
     kinds = [kind for kind in KINDS if kind in (only or KINDS)]
-    if data is None and kinds != ["time"]:
+    if data is None and _TRAINED & set(kinds):
         raise ConfigError(
             "--data DIR, a folder with train.parquet and test.parquet, is needed for accuracy and recovery; without "
-            "it take --only time"
+            "it take --only time speed"
         )
     for option, values in (("--grids", sides), ("--seeds", [seed + 1 for seed in seeds])):
         if not values or min(values) < 1:
@@ -148,9 +157,27 @@ def _tried(measure: Callable[[dict[str, Any]], None], device: torch.device) -> d
         measure(row)
     except Exception as error:  # noqa: BLE001 - whatever a mixer raises is what its row says
         failed = first_line(error)
+    gc.collect()  # models and graphs hold one another in circles
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # of a device that is lost; see _check_device
+            torch.cuda.empty_cache()
     return {**row, "failed": failed, "seconds": time.perf_counter() - began}
+
+
+def _check_device(device: torch.device, row: dict[str, Any]) -> None:
+    """After an illegal access a process can do nothing more on a GPU: all further rows would fail with it."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise UserError(
+                f"{device} does not answer this process any more after {row['what']} of {row['mixer']} "
+                f"({row['failed']}): run the same command again, which goes on with the rest"
+            ) from error
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def first_line(error: BaseException) -> str:
@@ -161,8 +188,7 @@ def first_line(error: BaseException) -> str:
 def _layers(names: list[str], sides: Sequence[int], device: torch.device) -> Iterator:
     dim, heads, tokens = _GPU if device.type == "cuda" else _CPU
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    budget = f"{where}, {dim} channels, {heads} heads, {str(dtype).removeprefix('torch.')}"
+    budget = f"{_name(device)}, {dim} channels, {heads} heads, {str(dtype).removeprefix('torch.')}"
     for name in names:
         for side in sides:
             batch = max(1, tokens // side**2)

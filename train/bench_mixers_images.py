@@ -52,6 +52,13 @@ class Images:
         return self.scaled(image), self.labels[index]
 
 
+def random_images(device: torch.device, side: int = 32, classes: int = 10, count: int = 4096) -> Images:
+    """Noise of CIFAR-10's shape, to measure how fast a model is."""
+    pixels = torch.randint(256, (count, 3, side, side), dtype=torch.uint8)
+    labels = torch.arange(count) % classes
+    return Images((pixels, labels), (pixels[:classes], labels[:classes]), device)
+
+
 def load_images(folder: str, device: torch.device, limit: int | None = None) -> Images:
     """``train*.parquet`` and ``test*.parquet`` (or ``valid*``) of a folder, with the columns ``image`` (encoded, as
     Hugging Face datasets have it) and ``label``; the first ``limit`` of each.

@@ -1,5 +1,6 @@
 """What ``scanvas bench mixers`` trains: the same plain ViG with every mixer, for an equal budget, on images that lie on
-the device as a whole; and a softmax teacher's weights in every mixer, before and after a little training."""
+the device as a whole; and a softmax teacher's weights in every mixer, before and after a little training. How fast such
+a backbone is, is a row of its own, so that trainings may share a device."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from .config import OptimConfig
 from .distill_losses import Seen, logits
 from .errors import NonFiniteError
 from .flops import count_flops
-from .measure import times
+from .measure import peak_memory, times
 from .optim import create_optimizer, create_scheduler
 
 _SMOOTHING = 0.1
@@ -43,18 +44,18 @@ class Budget:
     """What every mixer is given. Two figures belong into one table only if ``text`` is the same."""
 
     model: str = "vig_tiny_patch16_224"
-    depth: int = 6
+    depth: int = 4
     patch: int = 2
-    epochs: float = 5.0
-    recover_epochs: float = 1.0
-    batch: int = 512
+    epochs: float = 3.0
+    recover_epochs: float = 0.5
+    batch: int = 256
     lr: float = 1e-3
     images: int | None = None
     dtype: str = "float32"
 
     def text(self, recovery: bool = False) -> str:
         """The budget in words, ``recovery``: of the softmax teacher and what comes after."""
-        model = f"{self.model}, {self.depth} blocks, patches of {self.patch}"
+        model = self._model()
         training = f"{self.images} images × {self.epochs:g} epochs in batches of {self.batch}, AdamW {self.lr:g}"
         return f"{model}; {training}, {self.dtype}" + (
             f"; linearised with {_CALIBRATION} images, or by the names of weights where linearize has no such target; "
@@ -62,6 +63,13 @@ class Budget:
             if recovery
             else ""
         )
+
+    def speed_text(self, device: str, side: int) -> str:
+        """What speed depends on, in words."""
+        return f"{device}, {self._model()}, {side}² pixels in batches of {self.batch}, {self.dtype}"
+
+    def _model(self) -> str:
+        return f"{self.model}, {self.depth} blocks, patches of {self.patch}"
 
 
 def build(mixer: str, images: Images, budget: Budget, device: Any = None, **mixer_kwargs: Any) -> nn.Module:
@@ -149,7 +157,7 @@ def speed(model: nn.Module, images: Images, budget: Budget) -> float:
     """Images a second of inference, the weights in the budget's dtype."""
     dtype, device = getattr(torch, budget.dtype), images.device
     model = copy.deepcopy(model).eval().to(dtype)
-    image = torch.randn(min(budget.batch, 512), 3, images.side, images.side, device=device, dtype=dtype)
+    image = torch.randn(budget.batch, 3, images.side, images.side, device=device, dtype=dtype)
 
     def call() -> Tensor:
         with torch.no_grad():
@@ -159,19 +167,37 @@ def speed(model: nn.Module, images: Images, budget: Budget) -> float:
     return len(image) / seconds
 
 
+def measure_speed(row: dict[str, Any], mixer: str, images: Images, budget: Budget) -> None:
+    """Parameters and FLOPs of the backbone, images a second of training and of inference, and the peak of memory (MiB,
+    beyond the weights) of a step of training. The device should do nothing else."""
+    torch.manual_seed(0)
+    model, device = build(mixer, images, budget), images.device
+    row["parameters"] = sum(p.numel() for p in model.parameters())
+    counted = build(mixer, images, budget, "meta").eval()
+    row["flops"] = count_flops(counted, (3, images.side, images.side))
+    step = budget.batch / len(images.labels)  # in epochs
+    row["trained_mb"] = peak_memory(lambda: train(model, images, budget, 2 * step, 0), device, warm_up=False) / 2**20
+    row["trained_per_second"] = train(model, images, budget, (30 if device.type == "cuda" else 4) * step, 0)
+    row["images_per_second"] = speed(model, images, budget)
+
+
+def speeds(
+    mixers: list[str], images: Images, budget: Budget, device: str
+) -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]], None]]]:
+    """What each row of speed is of, and what fills it."""
+    for mixer in mixers:
+        name = {"what": "speed", "mixer": mixer, "budget": budget.speed_text(device, images.side)}
+        yield name, lambda row, mixer=mixer: measure_speed(row, mixer, images, budget)
+
+
 def measure_accuracy(row: dict[str, Any], mixer: str, seed: int, images: Images, budget: Budget, out: Path) -> None:
     """Train one backbone; that with a softmax is kept in ``out`` as the teacher of ``measure_recovery``."""
     torch.manual_seed(seed)
     model = build(mixer, images, budget)
-    row["parameters"] = sum(p.numel() for p in model.parameters())
-    trained = train(model, images, budget, budget.epochs, seed)
+    train(model, images, budget, budget.epochs, seed)
     row["accuracy"] = accuracy(model, images, budget)
-    row["trained_per_second"] = trained
     if mixer == "softmax":
         _keep(model, row["accuracy"], budget, _place(out, seed))
-    row["images_per_second"] = speed(model, images, budget)
-    counted = build(mixer, images, budget, "meta").eval()
-    row["flops"] = count_flops(counted, (3, images.side, images.side))
 
 
 def measure_recovery(
@@ -181,7 +207,7 @@ def measure_recovery(
     row["teacher"] = teacher[1]
     model, row["how"], row["kept"] = convert(mixer, seed, images, budget, teacher[0])
     row["swapped"] = accuracy(model, images, budget)
-    row["trained_per_second"] = train(model, images, budget, budget.recover_epochs, seed, teacher[0])
+    train(model, images, budget, budget.recover_epochs, seed, teacher[0])
     row["recovered"] = accuracy(model, images, budget)
     if teacher[1]:
         row["recovered_fraction"] = row["recovered"] / teacher[1]
