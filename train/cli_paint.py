@@ -48,6 +48,7 @@ def _latents(args) -> None:
     argument("--batch-size", type=int, default=64),
     argument("--workers", type=int, help="processes that read images"),
     argument("--grid", metavar="PNG", help="a picture of the first hundred"),
+    argument("--real-cache", metavar="DIR", help="keep the real images' features here, for the next pipeline"),
     _STEPS,
     _GUIDANCE,
     _SCHEDULER,
@@ -61,7 +62,8 @@ def _evaluate_denoise(args) -> None:
 
     from .evaluate_denoise import evaluate_denoiser
 
-    same = ("split", "num", "real", "steps", "guidance", "scheduler", "seed", "batch_size", "device", "dtype", "grid")
+    same = ("split", "num", "real", "steps", "guidance", "scheduler", "seed", "batch_size", "device", "dtype", "grid",
+            "real_cache")  # fmt: skip
     data = {"root": args.data, "format": args.format, "workers": args.workers}
     options = {name: getattr(args, name) for name in same}
     result = asdict(evaluate_denoiser(args.pipeline, args.features, data, **options))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from .checkpoint import load_tensors, save_tensors
 from .config import from_dict
 from .denoise_config import PaintDataConfig
 from .errors import DataError, UserError
@@ -63,6 +68,7 @@ def evaluate_denoiser(
     device: str | None = None,
     dtype: str = "fp32",
     grid: str | None = None,
+    real_cache: str | None = None,
 ) -> PaintEvaluation:
     """Paint ``num`` images with the labels or captions of a split and compare their features with the real ones'.
 
@@ -75,6 +81,8 @@ def evaluate_denoiser(
         real: at most so many real images, evenly spaced; by default all.
         steps, guidance: by default those of the pictures painted in training.
         grid: a file for a picture of the first hundred.
+        real_cache: a directory that keeps the features of the real images for the next pipeline. They are worked out
+            anew for other features, another root, split, number or size of images; not for changed files.
 
     Raises:
         UserError: an argument, the data or a checkpoint does not fit.
@@ -91,15 +99,16 @@ def evaluate_denoiser(
     source = open_source(config, split, captions=by_text, classes=_classes(loaded))
     if not by_text:
         check_label_range(source, loaded.transformer.config.num_classes, split)
-    real_features = extractor(_real(source, config, loaded, real, batch_size))
+    wanted = _Wanted.of(source, config, loaded, real)
+    real_features = _real_features(extractor, wanted, split, batch_size, real_cache)
 
     options = {"num_inference_steps": 50, "guidance_scale": 4.0} | defaults(pipeline)
     given = {"num_inference_steps": steps, "guidance_scale": guidance}
     options |= {k: v for k, v in given.items() if v is not None}
-    wanted = [_condition(source, i * len(source) // num) for i in range(num)]
+    conditions = [_condition(source, i * len(source) // num) for i in range(num)]
     shown, parts, seconds = [], [], 0.0
     began = time.perf_counter()
-    for images in paint(loaded, wanted, seed=seed, batch_size=batch_size, **options):
+    for images in paint(loaded, conditions, seed=seed, batch_size=batch_size, **options):
         seconds += time.perf_counter() - began
         shown += images[: _SHOWN - len(shown)]
         pixels = torch.from_numpy(np.stack([np.array(image.convert("RGB")) for image in images])).permute(0, 3, 1, 2)
@@ -144,27 +153,57 @@ def _condition(source: Source, i: int) -> Any:
     return source.labels[i] if source.captions is None else caption_of(source, 0, Key(-1, i, i))
 
 
-def _real(source: Source, config: PaintDataConfig, pipeline, limit: int | None, batch_size: int):
-    """uint8 batches of the real images, in colour, brought to the size that the pipeline paints by default."""
-    side = pipeline.transformer.config.sample_size
-    height, width = (side, side) if isinstance(side, int) else side
-    factor = pipeline.vae_scale_factor
-    count = min(limit or len(source), len(source))
-    keys = [Key(-1, i, i * len(source) // count) for i in range(count)]
-    shape = (height * factor, width * factor)
-    # grey pipelines paint grey images: the real ones are compared as they would paint them
-    grey = pipeline.vae is None and pipeline.transformer.config.in_channels == 1
-    items = PixelItems(
-        source, np.zeros(len(source), dtype=np.int64), [shape], channels=1 if grey else 3, hflip=0.0, seed=0
-    )
-    bad = BadImages(config.on_error)
-    found = 0
-    for batch in WorkerReader(items, config.workers).read(
-        [keys[at : at + batch_size] for at in range(0, count, batch_size)]
-    ):
-        bad.check({"skipped": batch["skipped"], "image": batch["pixels"]})
-        if batch["pixels"] is not None:
-            found += len(batch["pixels"])
-            yield batch["pixels"]
-    if found < 4:
-        raise DataError(f"only {found} of {count} images can be read")
+@dataclass
+class _Wanted:
+    """The real images, as a pipeline would paint them."""
+
+    source: Source
+    config: PaintDataConfig
+    count: int
+    shape: tuple[int, int]  # the size that the pipeline paints by default
+    channels: int
+
+    @classmethod
+    def of(cls, source: Source, config: PaintDataConfig, pipeline, limit: int | None) -> _Wanted:
+        side, factor = pipeline.transformer.config.sample_size, pipeline.vae_scale_factor
+        height, width = (side, side) if isinstance(side, int) else side
+        grey = pipeline.vae is None and pipeline.transformer.config.in_channels == 1
+        count = min(limit or len(source), len(source))
+        return cls(source, config, count, (height * factor, width * factor), 1 if grey else 3)
+
+    def read(self, batch_size: int) -> Iterator[Tensor]:
+        """uint8 batches ``(B, channels, H, W)``."""
+        source, config, count = self.source, self.config, self.count
+        keys = [Key(-1, i, i * len(source) // count) for i in range(count)]
+        items = PixelItems(
+            source, np.zeros(len(source), dtype=np.int64), [self.shape], channels=self.channels, hflip=0.0, seed=0
+        )
+        bad = BadImages(config.on_error)
+        found = 0
+        for batch in WorkerReader(items, config.workers).read(
+            [keys[at : at + batch_size] for at in range(0, count, batch_size)]
+        ):
+            bad.check({"skipped": batch["skipped"], "image": batch["pixels"]})
+            if batch["pixels"] is not None:
+                found += len(batch["pixels"])
+                yield batch["pixels"]
+        if found < 4:
+            raise DataError(f"only {found} of {count} images can be read")
+
+
+def _real_features(extractor: Extractor, wanted: _Wanted, split: str, batch_size: int, folder: str | None) -> Tensor:
+    """Features ``(N, D)`` of the real images; from ``folder`` where it has them, else put there."""
+    if folder is None:
+        return extractor(wanted.read(batch_size))
+    config = wanted.config
+    about = [extractor.described, str(Path(config.root).absolute()), config.format, config.image_key, split]
+    about += [len(wanted.source), wanted.count, wanted.shape, wanted.channels]
+    digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    place = Path(folder) / f"real-{digest}.safetensors"
+    if not place.is_file():
+        features = extractor(wanted.read(batch_size))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        fresh = place.with_name(f".new-{os.getpid()}-{place.name}")
+        save_tensors({"features": features}, fresh)
+        fresh.replace(place)
+    return load_tensors(place)["features"].to(extractor.device)

@@ -190,14 +190,28 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+class _Plan:
+    """Batches of keys, to be exchanged between epochs. Not the reader itself, which would then be part of a circle and
+    leave its workers running until the process ends and waits seconds for each."""
+
+    def __init__(self):
+        self.batches: list[list[Key]] = []
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
 class WorkerReader:
-    """Reads batches of keys with worker processes."""
+    """Reads batches of keys with worker processes, which end with it."""
 
     def __init__(self, items: Dataset, workers: int):
-        self.plan: list[list[Key]] = []
+        self.plan = _Plan()
         self.loader = DataLoader(
             items,
-            batch_sampler=self,
+            batch_sampler=self.plan,
             num_workers=workers,
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
@@ -206,15 +220,9 @@ class WorkerReader:
             generator=torch.Generator(),  # or it would draw from the random numbers of the training process
         )
 
-    def __iter__(self) -> Iterator[list[Key]]:
-        return iter(self.plan)
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
     def read(self, plan: list[list[Key]]) -> Iterator[dict[str, Any]]:
         """The batches of a plan, in order."""
-        self.plan = plan
+        self.plan.batches = plan
         return iter(self.loader)
 
 
