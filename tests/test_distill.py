@@ -67,6 +67,8 @@ def test_a_stage_goes_on_where_the_one_before_ended(home, tmp_path):
     stages = "stages=[{kind: attention, lr: 0.01, steps: 8}, {kind: end_to_end, steps: 1, lr: 1e-12}]"
     more = [stages, "optim.ema_decay=0.5", "optim.min_lr=0", "optim.name=sgd"]
     made = setup(painting(home, tmp_path, *more))
+    drawn, draw = [], made.source.draw
+    made.source.draw = lambda batch: drawn.append(draw(batch)) or drawn[-1]
     made.stage(0)
     task = distill.DistillTask(made, made.stages[0], made.stages[0].stages[-1], made.accelerator)
     batches = task.batches(0, 4)
@@ -74,6 +76,8 @@ def test_a_stage_goes_on_where_the_one_before_ended(home, tmp_path):
     wanted = [batch["index"] for epoch, start in ((0, 4), (1, 0)) for batch in made.source.batches(epoch, start)]
     assert order == wanted[:4]
     made.stage(1)
+    assert len(drawn) == 9
+    assert not torch.equal(drawn[0].noise, drawn[8].noise), "a stage has noise of its own"
     first, last = (
         load_file(tmp_path / place / "transformer/diffusion_pytorch_model.safetensors")
         for place in ("stage-1-attention/final", "final")

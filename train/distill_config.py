@@ -232,7 +232,8 @@ def needs_layers(stage: StageConfig, task: str) -> bool:
 
 def stage_config(config: DistillConfig, number: int, learned_variance: bool) -> DistillConfig:
     """The settings of one stage, as the loop takes them. The last one writes to ``run.out`` itself, others below it;
-    what comes after a stage is no setting of its."""
+    what comes after a stage is no setting of its. Each draws random numbers of its own: with the same seed, a stage
+    would be given the very times and noise that the one before was trained on."""
     stage = config.stages[number]
     terms = stage.terms or default_terms(stage.kind, config.task, learned_variance)
     stage = replace(stage, terms=terms, train=stage.train or ("all" if stage.kind == "end_to_end" else "attention"))
@@ -244,6 +245,6 @@ def stage_config(config: DistillConfig, number: int, learned_variance: bool) -> 
         config,
         stages=[*config.stages[:number], stage],
         optim=replace(config.optim, lr=stage.lr or config.optim.lr, warmup_epochs=warmup),
-        train=replace(config.train, epochs=epochs),
+        train=replace(config.train, epochs=epochs, seed=config.train.seed + 1000 * number),
         run=replace(config.run, out=out),
     )
