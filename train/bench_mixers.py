@@ -235,5 +235,5 @@ def _milliseconds(call: Callable[[], Any], device: torch.device) -> float:
     """The median or the least of a few calls, of fewer where one takes long."""
     first = times({"": call}, device, rounds=1)[""]
     if device.type == "cuda":
-        return graphed_ms(call, max(1, min(10, int(0.05 / first))), 3 if first < 0.2 else 1)
+        return graphed_ms(call, max(1, min(10, int(0.02 / first))), 3 if first < 0.2 else 1)
     return 1e3 * (first if first > 1 else min(first, times({"": call}, device, rounds=4)[""]))

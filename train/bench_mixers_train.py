@@ -173,12 +173,12 @@ def measure_speed(row: dict[str, Any], mixer: str, images: Images, budget: Budge
     torch.manual_seed(0)
     model, device = build(mixer, images, budget), images.device
     row["parameters"] = sum(p.numel() for p in model.parameters())
-    counted = build(mixer, images, budget, "meta").eval()
-    row["flops"] = count_flops(counted, (3, images.side, images.side))
     step = budget.batch / len(images.labels)  # in epochs
     row["trained_mb"] = peak_memory(lambda: train(model, images, budget, 2 * step, 0), device, warm_up=False) / 2**20
     row["trained_per_second"] = train(model, images, budget, (30 if device.type == "cuda" else 4) * step, 0)
     row["images_per_second"] = speed(model, images, budget)
+    counted = build(mixer, images, budget, "meta").eval()
+    row["flops"] = count_flops(counted, (3, images.side, images.side))
 
 
 def speeds(
