@@ -6,11 +6,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize
 
 from scanvas.backbones import block
 from scanvas.backbones.block import SwiGLU
-from scanvas.kernels.glu import swiglu_is_fused, swiglu_linear
+from scanvas.kernels.glu import swiglu, swiglu_is_fused, swiglu_linear
 
 
 def definition(x, weight):
@@ -68,6 +69,36 @@ def test_wrong_arguments_are_named(x, weight, error, message):
 def test_unknown_implementation():
     with pytest.raises(ValueError, match=r"swiglu_linear: impl must be one of .* got 'cuda'"):
         swiglu_linear(torch.ones(2, 5), torch.ones(6, 5), impl="cuda")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16}, True),
+        ({"dtype": torch.float32}, False),
+        ({"dtype": torch.float32, "autocast": True}, True),
+        ({"dtype": torch.float64, "autocast": True}, False),
+        ({"C": 1152}, False),
+        ({"C": 100}, False),
+        ({"rows": 196}, False),
+        ({"rows": 0}, False),
+        ({"grad": True}, False),
+        ({"device": "cpu"}, False),
+        ({"hopper": False}, False),
+    ],
+    ids=str,
+)
+def test_auto_fuses_where_that_was_measured_to_pay(monkeypatch, change, expected):
+    case = {"rows": 65536, "C": 192, "dtype": torch.bfloat16, "device": "cuda", "hopper": True} | change
+    monkeypatch.setitem(swiglu.LINEAR_IMPLEMENTATIONS, "triton", None)
+    monkeypatch.setattr(swiglu, "_is_hopper", lambda index: case["hopper"])
+    monkeypatch.setattr(swiglu.dispatch, "autocasts", lambda device: case.get("autocast", False))
+    with FakeTensorMode():
+        x = torch.empty(1, case["rows"], case["C"], dtype=case["dtype"], device=case["device"])
+        weight = torch.empty(1024, case["C"], dtype=x.dtype, device=x.device, requires_grad=True)
+        with torch.set_grad_enabled(case.get("grad", False)):
+            assert swiglu_is_fused(x, weight) == expected
 
 
 @pytest.fixture
