@@ -1,5 +1,6 @@
 """``scanvas train denoise``: what it learns, what it saves, that it resumes to the same bits, what it refuses."""
 
+import functools
 import json
 import shutil
 
@@ -175,6 +176,21 @@ def test_a_killed_run_resumes_to_the_same_bits(folder, tmp_path, monkeypatch, va
         one, two = (load_file(tmp_path / n / "checkpoints" / last / f"{file}.safetensors") for n in ("whole", "broken"))
         assert one.keys() == two.keys()
         assert all(torch.equal(one[key], two[key]) for key in one), file
+
+
+def test_a_compiled_run_is_the_same(folder, tmp_path, monkeypatch):
+    graphs = []
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph)
+    )
+    rows = []
+    for compiled in (False, True):
+        options = [f"train.torch_compile={compiled}", "optim.ema_decay=0.5", "optim.lr=1e-2"]
+        train([*by_class(folder, tmp_path / str(compiled)), *options])
+        rows.append(np.genfromtxt(tmp_path / str(compiled) / "train.csv", delimiter=",", names=True)["loss"])
+        assert bool(graphs) == compiled
+    np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4)
+    assert rows[0][-1] != rows[0][0]
 
 
 def test_classes_are_saved_with_the_pipeline(folder, tmp_path):
