@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from timm.layers import DropPath, register_notrace_function
 from torch import Tensor, nn
 
+from scanvas.kernels import dispatch
 from scanvas.kernels.glu import silu_product, silu_product_, swiglu_is_fused, swiglu_linear
 
 from .mixers import TokenConv, create_mixer
+from .mixers.base import is_observed, is_plain
 from .norm import add_and_normalise
 
 
@@ -25,15 +27,6 @@ def swiglu_hidden(dim: int, multiple: int) -> int:
 def _silu_product(x: Tensor, overwrite: bool) -> Tensor:
     """One node for tracers: which code runs depends on the device."""
     return silu_product_(x) if overwrite else silu_product(x)
-
-
-def _is_plain(linear: nn.Module) -> bool:
-    """Whether a call of this layer is ``x Wᵀ`` and nobody looks on: no adapter, quantisation, parametrisation,
-    sharding, offloading, merged norm (which leaves a bias) or hook."""
-    if type(linear) is not nn.Linear or linear.bias is not None or type(linear.weight) not in (nn.Parameter, Tensor):
-        return False
-    hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
-    return not hooks and "forward" not in linear.__dict__ and not nn.modules.module._has_any_global_hook()
 
 
 def _is_traced(x: Tensor) -> bool:
@@ -53,13 +46,29 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(…, dim)`` → ``(…, dim)``."""
+        return self.fc2(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """``SiLU(a) ⊙ b``."""
         overwrite = False
         if not torch.jit.is_scripting():
-            if not _is_traced(x) and _is_plain(self.fc1) and swiglu_is_fused(x, self.fc1.weight):
-                return self.fc2(swiglu_linear(x, self.fc1.weight))
+            alone = not _is_traced(x) and is_plain(self.fc1) and self.fc1.bias is None
+            if alone and swiglu_is_fused(x, self.fc1.weight):
+                return swiglu_linear(x, self.fc1.weight)
             # The output of fc1 is ours alone, unless a hook has seen it.
             overwrite = not torch.is_grad_enabled() and not self.fc1._forward_hooks
-        return self.fc2(_silu_product(self.fc1(x), overwrite))
+        return _silu_product(self.fc1(x), overwrite)
+
+    def add_to_(self, residual: Tensor, x: Tensor) -> Tensor:
+        """``residual + self(x)``, of which the first is overwritten if that spares a pass: in inference on a GPU the
+        last product is summed up in its place."""
+        if torch.is_grad_enabled() or _is_traced(x) or not x.is_cuda or is_observed(self) or not is_plain(self.fc2):
+            return residual + self(x)
+        same = residual.dtype == x.dtype == self.fc2.weight.dtype and not dispatch.autocasts("cuda")
+        if not same or self.fc2.bias is not None or not residual.is_contiguous():
+            return residual + self(x)
+        residual.view(-1, residual.shape[-1]).addmm_(self.inner(x).flatten(0, -2), self.fc2.weight.t())
+        return residual
 
 
 class MixFFN(nn.Module):
@@ -121,6 +130,8 @@ class Block(nn.Module):
             y = self.norm2(x)
         else:
             x, y = add_and_normalise(self.norm2, x, branch)
+            if isinstance(self.mlp, SwiGLU) and not (self.training and isinstance(self.drop_path, DropPath)):
+                return self.mlp.add_to_(x, y)
         return x + self.drop_path(self.mlp(y))
 
 

@@ -1,12 +1,21 @@
 """How kernels that work row by row cut their rows, each the channels of a token or of one of its heads."""
 
+from typing import NamedTuple
+
 import triton
 
 
-def tile(D: int) -> tuple[int, int]:
-    """Rows and columns of a tile of about 2,048 elements."""
+class Cut(NamedTuple):
+    """Elements of a tile, if a row has not more of them, and the warps of its program."""
+
+    elements: int = 2048
+    warps: int = 4
+
+
+def tile(D: int, elements: int) -> tuple[int, int]:
+    """Rows and columns of a tile of about so many elements."""
     BD = triton.next_power_of_2(D)
-    return max(1, 2048 // BD), BD
+    return max(1, elements // BD), BD
 
 
 def shares(tiles: int, most: int = 1024) -> tuple[int, int]:

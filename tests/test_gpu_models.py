@@ -1,5 +1,7 @@
 """Backbones and denoisers on a GPU, where fused kernels run, against the same on the CPU: outputs and gradients."""
 
+import copy
+
 import backbone_parts
 import pytest
 import timm
@@ -42,6 +44,13 @@ def check(model, call, arguments):
     moved = {k: v.cuda() for k, v in arguments.items()}
     actual = outputs_and_gradients(model.cuda(), call, moved)
     assert actual.keys() == expected.keys()
+    with torch.no_grad():  # other kernels, and sums in place
+        inference = call(model, moved).cpu()
+        half = call(
+            copy.deepcopy(model).bfloat16(), {k: v.bfloat16() if v.is_floating_point() else v for k, v in moved.items()}
+        )
+    assert (inference - expected["output"]).norm() < 1e-3 * expected["output"].norm()
+    assert (half.float().cpu() - expected["output"]).norm() < 5e-2 * expected["output"].norm()
     # A gradient that is zero but for rounding, as that of a bias of softmax's keys, is measured by the largest one.
     largest = max(value.norm() for value in expected.values())
     for name, value in expected.items():

@@ -18,20 +18,19 @@ def _convolve_tokens(
     return depthwise_conv2d(x, weight, grid, bias, activation=activation)
 
 
+def is_observed(module: nn.Module) -> bool:
+    """Whether something hooks into calls of this module: a user, a profiler, offloading, casting."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in module.__dict__ or nn.modules.module._has_any_global_hook()
+
+
 def is_plain(*layers: nn.Module) -> bool:
-    """Whether the result of linear layers is that of their weights alone: nothing hooks into their calls (offloading,
-    LoRA, a user), and the weights are ordinary tensors (not quantised, not sharded). Only then may a layer's weight be
-    used without calling it."""
-    return all(
-        type(layer) is nn.Linear
-        and type(layer.weight) is nn.Parameter
-        and not layer._forward_hooks
-        and not layer._forward_pre_hooks
-        and not layer._backward_hooks
-        and not layer._backward_pre_hooks
-        and "forward" not in layer.__dict__
-        for layer in layers
-    )
+    """Whether these are linear layers whose calls depend on their weights alone: no adapter, quantisation,
+    parametrisation or sharding, and not observed. Only then may a kernel use their weights without calling them."""
+    for layer in layers:
+        if type(layer) is not nn.Linear or type(layer.weight) not in (nn.Parameter, Tensor) or is_observed(layer):
+            return False
+    return True
 
 
 def rms_factor(x: Tensor, eps: float) -> Tensor:

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS = 32  # of a tile of the forward kernel
-GRADIENT_TOKENS = 256  # of a tile whose weight gradients are summed in one program
+TOKENS, WARPS = 32, 2  # of a tile of the forward kernel
+GRADIENT_TOKENS, GRADIENT_WARPS = 256, 8  # of a tile whose weight gradients are summed in one program
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _taps(x_ptr, w_ptr, n, c, inside, H, W, C, stride, K: tl.constexpr, FLIP: tl
             ok = inside & ((y >= 0) & (y < H) & (x >= 0) & (x < W))[:, None]
             value = tl.load(x_ptr + (y * W + x).to(tl.int64)[:, None] * stride + c[None, :], mask=ok, other=0.0)
             tap = (K * K - 1 - dy * K - dx) if FLIP else dy * K + dx
-            weight = tl.load(w_ptr + c * (K * K) + tap, mask=c < C, other=0.0).to(tl.float32)
+            weight = tl.load(w_ptr + tap * C + c, mask=c < C, other=0.0).to(tl.float32)
             acc += value.to(tl.float32) * weight[None, :]
     return acc
 
@@ -31,7 +31,7 @@ def _taps(x_ptr, w_ptr, n, c, inside, H, W, C, stride, K: tl.constexpr, FLIP: tl
 @triton.jit
 def _forward_kernel(
     x_ptr,  # (B, N, C), strides (x_batch, x_token, 1)
-    w_ptr,  # (C, K, K)
+    w_ptr,  # (K·K, C)
     bias_ptr,  # (C,)
     out_ptr,  # (B, N, C)
     H,
@@ -64,7 +64,7 @@ def _forward_kernel(
 @triton.jit
 def _gradient_kernel(
     x_ptr,  # (B, N, C), strides (x_batch, x_token, 1)
-    w_ptr,  # (C, K, K)
+    w_ptr,  # (K·K, C)
     bias_ptr,  # (C,)
     d_out_ptr,  # (B, N, C)
     d_pre_ptr,  # (B, N, C), gradient before SiLU, written only with SILU
@@ -112,27 +112,32 @@ def _channels(C: int) -> int:
     return min(64, triton.next_power_of_2(C))
 
 
+def _taps_first(weight: Tensor) -> Tensor:
+    """``(C, 1, K, K)`` → ``(K·K, C)``: a thread holds neighbouring channels, and loads the weights of all at once."""
+    return weight.flatten(1).t().contiguous()
+
+
 def _dense(x: Tensor) -> Tensor:
     """Channels must be neighbours; batch and token may have any stride."""
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def _launch(x, weight, bias, H, W, silu, flip, dtype):
+def _launch(x, taps, bias, H, W, K, silu, flip, dtype):
     B, N, C = x.shape
     out = torch.empty((B, N, C), device=x.device, dtype=dtype)
     BC = _channels(C)
     grid = (triton.cdiv(N, TOKENS) * triton.cdiv(C, BC) * B,)
     with torch.cuda.device_of(x):
         _forward_kernel[grid](
-            x, weight, weight if bias is None else bias, out, H, W, C, x.stride(0), x.stride(1),
-            K=weight.shape[-1], BIAS=bias is not None, SILU=silu, FLIP=flip, BN=TOKENS, BC=BC, num_warps=2,
+            x, taps, taps if bias is None else bias, out, H, W, C, x.stride(0), x.stride(1),
+            K=K, BIAS=bias is not None, SILU=silu, FLIP=flip, BN=TOKENS, BC=BC, num_warps=WARPS,
         )  # fmt: skip
     return out
 
 
 @torch.library.custom_op("scanvas::depthwise_conv2d", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, H: int, W: int, silu: bool, dtype: torch.dtype) -> Tensor:
-    return _launch(_dense(x), weight.contiguous(), bias, H, W, silu, False, dtype)
+    return _launch(_dense(x), _taps_first(weight), bias, H, W, weight.shape[-1], silu, False, dtype)
 
 
 @_forward.register_fake
@@ -144,7 +149,7 @@ def _(x, weight, bias, H, W, silu, dtype):
 def _backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, d_out: Tensor, H: int, W: int, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight, d_out = _dense(x), weight.contiguous(), d_out.contiguous()
+    x, taps, d_out = _dense(x), _taps_first(weight), d_out.contiguous()
     B, N, C = x.shape
     K, BC = weight.shape[-1], min(32, _channels(C))
     tiles = triton.cdiv(N, GRADIENT_TOKENS)
@@ -152,10 +157,10 @@ def _backward(
     d_pre = torch.empty_like(d_out) if silu else d_out
     with torch.cuda.device_of(x):
         _gradient_kernel[(tiles * triton.cdiv(C, BC) * B,)](
-            x, weight, weight if bias is None else bias, d_out, d_pre, partial, H, W, C, x.stride(0), x.stride(1),
-            K=K, BIAS=bias is not None, SILU=silu, BN=GRADIENT_TOKENS, BC=BC, num_warps=8,
+            x, taps, taps if bias is None else bias, d_out, d_pre, partial, H, W, C, x.stride(0), x.stride(1),
+            K=K, BIAS=bias is not None, SILU=silu, BN=GRADIENT_TOKENS, BC=BC, num_warps=GRADIENT_WARPS,
         )  # fmt: skip
-    d_x = _launch(d_pre, weight, None, H, W, False, True, x.dtype)
+    d_x = _launch(d_pre, taps, None, H, W, K, False, True, x.dtype)
     d_weight = partial[:, :-1].sum(0).T.reshape(weight.shape).to(weight.dtype)
     return d_x, d_weight, partial[:, -1].sum(0).to(weight.dtype if bias is None else bias.dtype)
 

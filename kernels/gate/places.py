@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 @triton.jit
-def gate_offset(r, d, H, D, stride):
+def gate_offset(r, d, H: tl.constexpr, D, stride):
     """Offsets of the channels ``d`` of rows ``r`` (a head of a token each), tokens ``stride`` apart."""
-    return ((r // H).to(tl.int64) * stride + r % H * D)[:, None] + d[None, :]
+    return ((r // H) * stride + (r % H) * D)[:, None] + d[None, :]
 
 
 def by_token(gate: Tensor) -> Tensor:

@@ -5,14 +5,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scanvas.kernels.tiles import shares, tile
+from scanvas.kernels.tiles import Cut, shares, tile
 
 from .places import by_token, gate_offset
+
+FORWARD = Cut()
+BACKWARD = Cut()
 
 
 @triton.jit
 def _forward_kernel(
-    o_ptr, gate_ptr, weight_ptr, out_ptr, rows, H, D, gate_stride, eps, BR: tl.constexpr, BD: tl.constexpr
+    o_ptr, gate_ptr, weight_ptr, out_ptr, rows, D, gate_stride, eps, H: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
 ):
     r, d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
     inside = (r < rows)[:, None] & (d < D)[None, :]
@@ -35,10 +38,10 @@ def _backward_kernel(
     d_gate_ptr,
     partial_ptr,  # (programs, D) float32, this program's share of the gradient of the weight
     rows,
-    H,
     D,
     gate_stride,
     eps,
+    H: tl.constexpr,
     STEPS: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
@@ -71,11 +74,22 @@ def _forward(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     o, gates = o.contiguous(), by_token(gate)
     H, D = o.shape[-2:]
     rows = o.numel() // D
-    BR, BD = tile(D)
+    BR, BD = tile(D, FORWARD.elements)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     with torch.cuda.device_of(o):
         _forward_kernel[(triton.cdiv(rows, BR),)](
-            o, gates, weight.contiguous(), out, rows, H, D, gates.stride(0), eps, BR=BR, BD=BD, num_warps=4
+            o,
+            gates,
+            weight.contiguous(),
+            out,
+            rows,
+            D,
+            gates.stride(0),
+            eps,
+            H=H,
+            BR=BR,
+            BD=BD,
+            num_warps=FORWARD.warps,
         )
     return out
 
@@ -90,14 +104,14 @@ def _backward(o: Tensor, gate: Tensor, weight: Tensor, d_out: Tensor, eps: float
     o, gates, d_out = o.contiguous(), by_token(gate), d_out.contiguous()
     H, D = o.shape[-2:]
     rows = o.numel() // D
-    BR, BD = tile(D)
+    BR, BD = tile(D, BACKWARD.elements)
     programs, steps = shares(triton.cdiv(rows, BR))
     d_o, d_gate = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (o, gate))
     partial = torch.empty((programs, D), device=o.device, dtype=torch.float32)
     with torch.cuda.device_of(o):
         _backward_kernel[(programs,)](
-            o, gates, weight.contiguous(), d_out, d_o, d_gate, partial, rows, H, D, gates.stride(0), eps,
-            STEPS=steps, BR=BR, BD=BD, num_warps=4,
+            o, gates, weight.contiguous(), d_out, d_o, d_gate, partial, rows, D, gates.stride(0), eps,
+            STEPS=steps, H=H, BR=BR, BD=BD, num_warps=BACKWARD.warps,
         )  # fmt: skip
     return d_o, d_gate, partial.sum(0).to(weight.dtype)
 

@@ -8,9 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scanvas.kernels.tiles import shares, tile
+from scanvas.kernels.tiles import Cut, shares, tile
 
 from .places import by_token, gate_offset
+
+FORWARD = Cut()
+BACKWARD = Cut()
 
 
 @triton.jit
@@ -35,11 +38,11 @@ def _forward_kernel(
     lw_ptr,  # (D,)
     out_ptr,  # (rows, D)
     rows,
-    H,
     D,
     gate_stride,
     eps,
     SILU: tl.constexpr,
+    H: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -77,11 +80,11 @@ def _backward_kernel(
     d_gate_ptr,
     partial_ptr,  # (programs, 2, D) float32, this program's share of the gradients of the weights
     rows,
-    H,
     D,
     gate_stride,
     eps,
     SILU: tl.constexpr,
+    H: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
     STEPS: tl.constexpr,
@@ -125,12 +128,12 @@ def _forward(
     o, local, gates = o.contiguous(), local.contiguous(), by_token(gate)
     H, D = o.shape[-2:]
     rows = o.numel() // D
-    BR, BD = tile(D)
+    BR, BD = tile(D, FORWARD.elements)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     with torch.cuda.device_of(o):
         _forward_kernel[(triton.cdiv(rows, BR),)](
-            o, local, gates, o_weight.contiguous(), local_weight.contiguous(), out, rows, H, D, gates.stride(0),
-            eps, SILU=silu, BR=BR, BD=BD, num_warps=4,
+            o, local, gates, o_weight.contiguous(), local_weight.contiguous(), out, rows, D, gates.stride(0),
+            eps, SILU=silu, H=H, BR=BR, BD=BD, num_warps=FORWARD.warps,
         )  # fmt: skip
     return out
 
@@ -155,14 +158,14 @@ def _backward(
     gates = by_token(gate)
     H, D = o.shape[-2:]
     rows = o.numel() // D
-    BR, BD = tile(D)
+    BR, BD = tile(D, BACKWARD.elements)
     programs, steps = shares(triton.cdiv(rows, BR))
     d_o, d_local, d_gate = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (o, local, gate))
     partial = torch.empty((programs, 2, D), device=o.device, dtype=torch.float32)
     with torch.cuda.device_of(o):
         _backward_kernel[(programs,)](
             o, local, gates, o_weight.contiguous(), local_weight.contiguous(), d_out, d_o, d_local, d_gate, partial,
-            rows, H, D, gates.stride(0), eps, SILU=silu, BR=BR, BD=BD, STEPS=steps, num_warps=4,
+            rows, D, gates.stride(0), eps, SILU=silu, H=H, BR=BR, BD=BD, STEPS=steps, num_warps=BACKWARD.warps,
         )  # fmt: skip
     weights = [d.to(w.dtype, copy=True) for d, w in zip(partial.sum(0), (o_weight, local_weight))]
     return d_o, d_local, d_gate, *weights

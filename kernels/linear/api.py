@@ -36,8 +36,7 @@ def linear_attention(
         normalizer_q, normalizer_k: ``(B, N, H, D')``, other features for the divisor, for mixers which rotate those of
             the numerator. ``q`` and ``k`` by default; give both or neither.
         eps: added to the divisor. Sums and divisor are float32 (float64 for float64 inputs).
-        impl: ``"auto"``, ``"torch"``, ``"triton"`` or the definition ``"quadratic"``. ``"auto"`` does not take the
-            Triton kernels yet: their tests have run under the interpreter only.
+        impl: ``"auto"``, ``"torch"``, ``"triton"`` or the definition ``"quadratic"``.
 
     Returns:
         ``(B, N, H, Dv)`` in v's dtype.
@@ -64,5 +63,5 @@ def linear_attention(
             f"linear_attention: normalizer_q and normalizer_k must be (B, N, H, D') with (B, N, H) = "
             f"{tuple(q.shape[:3])}, got {tuple(normalizer_q.shape)} and {tuple(normalizer_k.shape)}"
         )
-    name = "torch" if impl == "auto" else dispatch.resolve("linear_attention", impl, q.device, IMPLEMENTATIONS)
+    name = dispatch.resolve("linear_attention", impl, q.device, IMPLEMENTATIONS, v.dtype)
     return IMPLEMENTATIONS[name](q, k, v, normalizer_q, normalizer_k, eps)

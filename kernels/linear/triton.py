@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .kernels import apply_kernel, divisor_gradient_kernel, reduce_kernel
 
-_TOKENS = 32
-_WARPS = 2  # more would make Triton 3.6 take wgmma, see kernels/gated/README.md
+_TOKENS = 64
+_WARPS = 4
 _PROGRAMS = 1024  # enough to fill the largest chips a few times over
 _PIECE = 64
 _STEPS = 8  # tiles of tokens of a program: at least, where it sums, and at most, where its matrix stays with it

@@ -11,15 +11,18 @@ import triton
 from torch import Tensor
 
 from scanvas.kernels.scan_order import ORDERS
-from scanvas.kernels.tiles import shares, tile
+from scanvas.kernels.tiles import Cut, shares, tile
 
 from .kernels import norm_backward_kernel, norm_kernel
 from .reference import Norm
 
+FORWARD = Cut()
+BACKWARD = Cut()
 
-def _tile(C: int) -> dict[str, int]:
-    BR, BC = tile(C)
-    return {"BR": BR, "BC": BC, "num_warps": 8 if BC > 4096 else 4}
+
+def _tile(C: int, cut: Cut) -> dict[str, int]:
+    BR, BC = tile(C, cut.elements)
+    return {"BR": BR, "BC": BC, "num_warps": max(cut.warps, 8 if BC > 4096 else 1)}
 
 
 def _rows(x: Tensor, *per_image: Tensor | None, order: str) -> tuple[int, int, int]:
@@ -46,7 +49,7 @@ def _forward(x, branch, gate, weight, bias, shift, scale, norm: Norm | None, ord
     dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
     total = None if branch is None else torch.empty_like(x, dtype=dtype)
     out = None if norm is None else torch.empty_like(x, dtype=dtype)
-    cut = _tile(C)
+    cut = _tile(C, FORWARD)
     if x.numel():
         with torch.cuda.device_of(x):
             norm_kernel[(B * triton.cdiv(N, cut["BR"]),)](
@@ -81,7 +84,7 @@ def _backward(
     gate, scale = _dense(gate), _dense(scale)
     B, N, C = _rows(x, gate, scale, order=order)
     columns, backwards = ORDERS[order]
-    cut = _tile(C)
+    cut = _tile(C, BACKWARD)
     programs, steps = shares(triton.cdiv(N, cut["BR"]), most=triton.cdiv(1024, B))
     moved = d_sum is not None and (gate is not None or columns or backwards)
     d_x = None if d_out is None else torch.empty_like(x, memory_format=torch.contiguous_format)
