@@ -218,7 +218,8 @@ def test_modulation_keeps_small_scales_in_bfloat16():
 @pytest.mark.parametrize("mixer", ["gla", "linear", "softmax"])  # the presets'; a mixer's own tests compile it
 @torch.no_grad()
 def test_compile_and_export(mixer):
-    model = build(mixer, num_layers=2, num_classes=5, caption_channels=12)
+    # A second layer scans in another order; others would only be one more of the same.
+    model = build(mixer, num_layers=2 if mixer == "gla" else 1, num_classes=5, caption_channels=12)
     kwargs = inputs(model)
     expected = model(**kwargs).sample
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
