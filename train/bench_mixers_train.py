@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -90,17 +89,11 @@ def _autocast(device: torch.device, dtype: str):
     return nullcontext() if dtype == "float32" else torch.autocast(device.type, getattr(torch, dtype))
 
 
-def _wait(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def train(
     model: nn.Module, images: Images, budget: Budget, epochs: float, seed: int, teacher: nn.Module | None = None
-) -> float:
+) -> None:
     """Train by cross-entropy, and with a ``teacher`` by the divergence of its classes too; AdamW, warm-up for a fifth
-    of the steps, then a cosine. All mixers see the same images in the same order. Returns images a second.
+    of the steps, then a cosine. All mixers see the same images in the same order.
 
     Raises NonFiniteError: the loss became infinite or NaN.
     """
@@ -113,12 +106,9 @@ def train(
     scheduler = create_scheduler(optimizer, config, epochs=steps, steps_per_epoch=1)
     generator = _seeded(images, seed)
     order = torch.empty(0, dtype=torch.long, device=device)
-    untimed = min(10, steps // 2)  # kernels are compiled
     model.train()
-    began, unhealthy = _wait(device), torch.zeros((), device=device)
+    unhealthy = torch.zeros((), device=device)
     for step in range(steps):
-        if step == untimed:
-            began = _wait(device)
         if len(order) < batch:
             order = torch.randperm(count, device=device, generator=generator)
         image, target = images.draw(order[:batch], generator)
@@ -136,10 +126,8 @@ def train(
         optimizer.step()
         scheduler.step_update(step + 1)
         unhealthy += ~loss.detach().isfinite()  # looked at once: a look waits for the device
-    seconds = _wait(device) - began
     if unhealthy > 0:
         raise NonFiniteError(f"the loss was not finite in {int(unhealthy)} of {steps} steps")
-    return batch * (steps - untimed) / seconds
 
 
 @torch.no_grad()
@@ -153,32 +141,39 @@ def accuracy(model: nn.Module, images: Images, budget: Budget) -> float:
     return 100 * hits.item() / len(images.test_labels)
 
 
-def speed(model: nn.Module, images: Images, budget: Budget) -> float:
-    """Images a second of inference, the weights in the budget's dtype."""
-    dtype, device = getattr(torch, budget.dtype), images.device
-    model = copy.deepcopy(model).eval().to(dtype)
-    image = torch.randn(budget.batch, 3, images.side, images.side, device=device, dtype=dtype)
-
-    def call() -> Tensor:
-        with torch.no_grad():
-            return model(image)
-
-    seconds = graphed_ms(call, 2, 3) / 1e3 if device.type == "cuda" else times({"": call}, device, rounds=2)[""]
-    return len(image) / seconds
-
-
 def measure_speed(row: dict[str, Any], mixer: str, images: Images, budget: Budget) -> None:
-    """Parameters and FLOPs of the backbone, images a second of training and of inference, and the peak of memory (MiB,
-    beyond the weights) of a step of training. The device should do nothing else."""
+    """Parameters and FLOPs of the backbone; images a second of inference with the weights in the budget's dtype, and of
+    training, which is forward and backward without the optimizer; and the peak of memory (MiB, beyond the weights) of
+    the latter. What Python does between launches is left out where a GPU can record the calls. The device should do
+    nothing else."""
     torch.manual_seed(0)
     model, device = build(mixer, images, budget), images.device
     row["parameters"] = sum(p.numel() for p in model.parameters())
-    step = budget.batch / len(images.labels)  # in epochs
-    row["trained_mb"] = peak_memory(lambda: train(model, images, budget, 2 * step, 0), device, warm_up=False) / 2**20
-    row["trained_per_second"] = train(model, images, budget, (30 if device.type == "cuda" else 4) * step, 0)
-    row["images_per_second"] = speed(model, images, budget)
+    image = torch.randn(budget.batch, 3, images.side, images.side, device=device)
+    target = torch.arange(budget.batch, device=device) % images.classes
+
+    def step() -> tuple[Tensor | None, ...]:
+        with _autocast(device, budget.dtype):
+            output = model(image)
+        loss = F.cross_entropy(output.float(), target, label_smoothing=_SMOOTHING)
+        return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+    row["trained_mb"] = peak_memory(step, device) / 2**20
+    row["trained_per_second"] = budget.batch / _seconds(step, device)
+    dtype = getattr(torch, budget.dtype)
+    half, small = copy.deepcopy(model).eval().to(dtype), image.to(dtype)
+
+    def infer() -> Tensor:
+        with torch.no_grad():
+            return half(small)
+
+    row["images_per_second"] = budget.batch / _seconds(infer, device)
     counted = build(mixer, images, budget, "meta").eval()
     row["flops"] = count_flops(counted, (3, images.side, images.side))
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    return graphed_ms(call, 2, 3) / 1e3 if device.type == "cuda" else times({"": call}, device, rounds=2)[""]
 
 
 def speeds(
