@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS, WARPS = 32, 2  # of a tile of the forward kernel
-GRADIENT_TOKENS, GRADIENT_WARPS = 256, 8  # of a tile whose weight gradients are summed in one program
+TOKENS, WARPS = 32, 4  # of a tile of the forward kernel
+GRADIENT_TOKENS, GRADIENT_WARPS = 64, 2  # of a tile whose weight gradients are summed in one program
 
 
 @triton.jit

@@ -12,8 +12,8 @@ from scanvas.kernels.tiles import Cut, shares, tile
 
 from .places import by_token, gate_offset
 
-FORWARD = Cut()
-BACKWARD = Cut()
+FORWARD = Cut(elements=512, warps=1)
+BACKWARD = Cut(elements=1024, warps=4)
 
 
 @triton.jit
