@@ -26,6 +26,7 @@ from scanvas.diffusion.linear_neutral import start_neutral
 
 from .bench_gpu import graphed_ms
 from .bench_mixers_images import Images
+from .bench_mixers_step import Step
 from .config import OptimConfig
 from .distill_losses import Seen, logits
 from .errors import NonFiniteError
@@ -100,19 +101,17 @@ def train(
     device, count = images.device, len(images.labels)
     batch = min(budget.batch, count)
     steps = max(1, round(epochs * count / batch))
-    kwargs = {"fused": True} if device.type == "cuda" else {}
+    kwargs = {"fused": True, "capturable": True} if device.type == "cuda" else {}
     config = OptimConfig(lr=budget.lr, warmup_epochs=steps // 5, kwargs=kwargs)  # one step is one of its epochs
     optimizer = create_optimizer(model, config, batch)
     scheduler = create_scheduler(optimizer, config, epochs=steps, steps_per_epoch=1)
     generator = _seeded(images, seed)
     order = torch.empty(0, dtype=torch.long, device=device)
     model.train()
-    unhealthy = torch.zeros((), device=device)
-    for step in range(steps):
-        if len(order) < batch:
-            order = torch.randperm(count, device=device, generator=generator)
-        image, target = images.draw(order[:batch], generator)
-        order = order[batch:]
+    image = torch.empty(batch, 3, images.side, images.side, device=device)
+    target, unhealthy = torch.empty(batch, dtype=torch.long, device=device), torch.zeros((), device=device)
+
+    def compute() -> None:
         with _autocast(device, budget.dtype):
             output = model(image)
         loss = F.cross_entropy(output.float(), target, label_smoothing=_SMOOTHING)
@@ -120,12 +119,20 @@ def train(
             with torch.no_grad(), _autocast(device, budget.dtype):
                 wanted = teacher(image)
             loss = loss + logits(Seen(logits=output.float(), teacher_logits=wanted.float()))
-        optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        scheduler.step_update(step + 1)
-        unhealthy += ~loss.detach().isfinite()  # looked at once: a look waits for the device
+        unhealthy.add_(~loss.detach().isfinite())  # looked at once: a look waits for the device
+
+    step = Step(compute, optimizer, device)
+    for number in range(steps):
+        if len(order) < batch:
+            order = torch.randperm(count, device=device, generator=generator)
+        for place, drawn in zip((image, target), images.draw(order[:batch], generator)):
+            place.copy_(drawn)
+        order = order[batch:]
+        step()
+        scheduler.step_update(number + 1)
     if unhealthy > 0:
         raise NonFiniteError(f"the loss was not finite in {int(unhealthy)} of {steps} steps")
 
