@@ -287,10 +287,10 @@ def test_the_short_table_and_the_plot(tmp_path, monkeypatch):
     ]
     header, _, *lines = short_table(rows).splitlines()[:5]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, *lines)]
-    assert cells[0][-2:] == ["ns a token, 14² / 128²", "MiB, 128²"]
-    assert cells[1] == ["`gla`", "2.3", "72.0 ± 2.0 (3)", "8,000", "2,000", "30.0 → 66.6", "50 / 50", "128"]
-    assert cells[2] == ["`mala`", "2.3", "65.0", "7,000", "1,750", "9.0 → ×", "× / –", "–"]
-    assert cells[3] == ["`softmax`", "2.3", "60.0", "9,000", "2,250", *"–––"]
+    assert cells[0][-3:] == ["ns a token, H200, 14² / 128²", "MiB, 128²", "µs a token, CPU, 14² / 128²"]
+    assert cells[1] == ["`gla`", "2.3", "72.0 ± 2.0 (3)", "8,000", "2,000", "30.0 → 66.6", "50 / 50", "128", "50 / 50"]
+    assert cells[2] == ["`mala`", "2.3", "65.0", "7,000", "1,750", "9.0 → ×", "× / –", "–", "–"]
+    assert cells[3] == ["`softmax`", "2.3", "60.0", "9,000", "2,250", *"––––"]
     assert short_table(rows).endswith("Failed:\n\n- `mala`, time (14): Bad: x\n")
 
     placed = []
@@ -298,7 +298,7 @@ def test_the_short_table_and_the_plot(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_mixers_plot, "_cover", lambda a, b: placed.append((a, b, cover(a, b))) or cover(a, b))
     kinds = ("softmax", "scan", "other")
     points = {f"mixer{i}": (1000 + i % 5, 60 + (i // 5) / 10, 0.1 * (i % 2), kinds[i % 3]) for i in range(25)}
-    bench_mixers_plot.draw(points, tmp_path / "plot.png")
+    bench_mixers_plot.draw(points, "images a second", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     boxes = {b for _, b, _ in placed}
     last = placed[-1][0]  # the box that was taken for the last label

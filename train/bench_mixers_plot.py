@@ -12,8 +12,8 @@ _KINDS = {  # of a point: what the legend calls it, and how it is marked
 _TICKS = "123457"  # first digits that are written at the axis of throughput
 
 
-def draw(points: dict[str, tuple[float, float, float, str]], place: Path) -> None:
-    """``points``: name → images a second, accuracy in percent, its standard deviation (0 of one seed), and kind.
+def draw(points: dict[str, tuple[float, float, float, str]], throughput: str, place: Path) -> None:
+    """``points``: name → throughput, accuracy in percent, its standard deviation (0 of one seed), and kind.
     Labels stand where they cover neither points nor one another."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -26,9 +26,9 @@ def draw(points: dict[str, tuple[float, float, float, str]], place: Path) -> Non
         if ours:
             x, y, wide = zip(*ours)
             axis.errorbar(x, y, wide, **style, markersize=5.5, elinewidth=1, linestyle="none", label=title)
-    axis.set(xscale="log", xlabel="images a second, inference (higher is faster)", ylabel="accuracy (%)")
+    axis.set(xscale="log", xlabel=throughput, ylabel="accuracy (%)")
     for ticks in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
-        ticks(lambda x, _: f"{x:,.0f}" if f"{x:.0e}"[0] in _TICKS else "")
+        ticks(lambda x, _: _written(x) if f"{x:.0e}"[0] in _TICKS else "")
     axis.tick_params(which="both", labelsize=9)
     axis.margins(0.1)
     axis.grid(alpha=0.25, which="both", linewidth=0.6)
@@ -63,6 +63,10 @@ def draw(points: dict[str, tuple[float, float, float, str]], place: Path) -> Non
         if distance < 12:
             label.arrow_patch.set_visible(False)
     figure.savefig(place)
+
+
+def _written(x: float) -> str:
+    return f"{x / 1e6:g} M" if x >= 1e6 else f"{x:,.0f}"
 
 
 def _around():

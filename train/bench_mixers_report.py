@@ -13,7 +13,7 @@ from typing import Any
 from scanvas.backbones.mixers import MIXERS
 
 from .bench_mixers_plot import draw
-from .bench_mixers_tables import Rows, short_table, table, values
+from .bench_mixers_tables import Rows, of_kind, short_table, table, values
 from .errors import ConfigError
 
 
@@ -99,17 +99,28 @@ def merge(folders: Iterable[Path], out: Path) -> Rows:
 
 
 def _plotted(rows: Rows, place: Path) -> str:
-    """Draw accuracy against throughput; says so, or why not."""
+    """Draw accuracy against the throughput of the backbone or, where that was not measured, of a layer; says so, or why
+    not."""
+    throughput, label = {}, "images a second, inference"
+    for row in of_kind(rows, "speed"):
+        throughput[row["mixer"]] = row.get("images_per_second")
+    if not any(throughput.values()):
+        timed = of_kind(rows, "time")
+        side = min((row["side"] for row in timed), default=0)
+        label = f"tokens a second, a layer forward at {side}²"
+        for row in timed:
+            if row["side"] == side and row.get("forward_ms"):
+                throughput[row["mixer"]] = 1e3 * row["batch"] * side**2 / row["forward_ms"]
     points = {}
-    for name in sorted({row["mixer"] for row in rows}):
-        speeds, reached = values(rows, name, "images_per_second"), values(rows, name, "accuracy")
-        if speeds and reached:
+    for name, speed in throughput.items():
+        reached = values(rows, name, "accuracy")
+        if speed and reached:
             kind = "softmax" if name == "softmax" else "scan" if MIXERS[name].needs_scan else "other"
-            points[name] = (mean(speeds), mean(reached), stdev(reached) if len(reached) > 1 else 0.0, kind)
+            points[name] = (speed, mean(reached), stdev(reached) if len(reached) > 1 else 0.0, kind)
     if not points:
         return ""
     try:
-        draw(points, place)
+        draw(points, label, place)
     except ImportError:
         return "; for the plot: pip install 'scanvas[demo]'"
     return f" and {place}"

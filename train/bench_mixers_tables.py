@@ -63,9 +63,10 @@ def table(rows: Rows) -> str:
 
 
 def short_table(rows: Rows) -> str:
-    """The most telling figures of ``table``, in few columns; times and memory are a GPU's where there are any."""
+    """The most telling figures of ``table``, in few columns; memory is a GPU's where there is one."""
     mixers = _ordered(rows)
-    speed, reached, recovery, timed = (of_kind(rows, what) for what in ("speed", "accuracy", "recovery", "time"))
+    speed, reached, recovery = (of_kind(rows, what) for what in ("speed", "accuracy", "recovery"))
+    timed = [row for row in rows if row["what"] == "time"]
     columns = {"mixer": {name: f"`{name}`" for name in mixers}}
     for title, ours, key in (
         ("parameters (M)", speed, "parameters"),
@@ -80,20 +81,27 @@ def short_table(rows: Rows) -> str:
         if any(both := [values(recovery, name, key) for key in ("swapped", "recovered")])
     }
     notes = []
-    if timed:
-        sides = sorted({row["side"] for row in timed})
+    for ours in (by_device := machines(timed)):
+        sides = sorted({row["side"] for row in ours})
         sides = sides if len(sides) < 3 else [sides[0], sides[-1]]
-        unit, per_ms = _unit(timed)
-        at = " / ".join(f"{side}²" for side in sides)
-        columns[f"{unit} a token, {at}"] = {
-            name: _over(timed, name, sides, "forward_backward_ms", lambda value, row: value * per_ms / _tokens(row))
+        unit, per_ms = _unit(ours)
+        device, at = ours[0]["budget"].split(",")[0], " / ".join(f"{side}²" for side in sides)
+        columns[f"{unit} a token, {device}, {at}"] = {
+            name: _over(
+                ours,
+                name,
+                sides,
+                "forward_backward_ms",
+                lambda value, row, per_ms=per_ms: value * per_ms / _tokens(row),
+            )
             for name in mixers
         }
-        columns[f"MiB, {sides[-1]}²"] = {
-            name: _over(timed, name, sides[-1:], "forward_backward_mb", lambda value, _: value) for name in mixers
-        }
-        tokens = max(_tokens(row) for row in timed)
-        notes.append(f"Time and memory: forward and backward of one layer, {timed[0]['budget']}, {tokens:,} tokens.")
+        if ours is by_device[0]:
+            columns[f"MiB, {sides[-1]}²"] = {
+                name: _over(ours, name, sides[-1:], "forward_backward_mb", lambda value, _: value) for name in mixers
+            }
+        tokens = max(_tokens(row) for row in ours)
+        notes.append(f"Time and memory: forward and backward of one layer, {ours[0]['budget']}, {tokens:,} tokens.")
     for title, ours in (("Images/s", speed), ("Accuracy", reached), ("Teacher's weights", recovery)):
         if ours:
             notes.append(f"{title}: {ours[0]['budget']}.")
@@ -101,11 +109,15 @@ def short_table(rows: Rows) -> str:
     return _written(shown, mixers, notes, speed + reached + recovery + timed)
 
 
+def machines(rows: Rows) -> list[Rows]:
+    """Rows by what they were measured on and with, those of a GPU first."""
+    budgets = sorted({row["budget"] for row in rows}, key=lambda budget: (budget.startswith("CPU"), budget))
+    return [[row for row in rows if row["budget"] == budget] for budget in budgets]
+
+
 def of_kind(rows: Rows, what: str) -> Rows:
-    """The rows of one kind and, where that was measured on several machines, of one: a GPU if there is one."""
-    ours = [row for row in rows if row["what"] == what]
-    budgets = sorted({row["budget"] for row in ours}, key=lambda budget: (budget.startswith("CPU"), budget))
-    return [row for row in ours if row["budget"] == budgets[0]]
+    """The rows of one kind and, where that was measured on several machines, of the first of ``machines``."""
+    return next(iter(machines([row for row in rows if row["what"] == what])), [])
 
 
 def _written(columns: dict[str, dict[str, str]], mixers: list[str], notes: list[str], rows: Rows) -> str:
