@@ -142,7 +142,7 @@ KILLED = {
         "data.workers=1",
         "train.grad_accum_steps=2",
     ],
-    "text, in memory": lambda root, out: [*by_text(root, out), "data.in_memory=true"],
+    "text, in memory": lambda root, out: [*by_text(root, out), "data.in_memory=true", f"data.decoded={out}-kept"],
     "buckets": lambda root, out: [*by_class(root, out, prediction_type="v_prediction"), "data.buckets=3"],
 }
 
@@ -316,6 +316,7 @@ WRONG = {
     "keyword": (["model.kwargs.patchsize=2"], "no keyword 'patchsize'; did you mean 'patch_size'"),
     "mixer": (["model.kwargs.mixer=glaa"], "cannot be built .*glaa"),
     "latents without vae": (["data.latents=somewhere"], "data.latents needs vae.path"),
+    "decoded, not in memory": (["data.decoded=somewhere"], "data.decoded='somewhere' goes with data.in_memory=true"),
     "memory and buckets": (["data.in_memory=true", "data.buckets=3"], "needs data.buckets=0"),
     "no such checkpoint": (["model.kwargs={}", "model.checkpoint=nowhere"], "neither the directory of a denoiser"),
     "no images to validate on": (["data.val_images=0"], "data.val_images must be at least 1"),

@@ -1,5 +1,6 @@
 """The data of a denoiser: four ways to store it that give the same, shapes, the order of an epoch, what is refused."""
 
+import dataclasses
 import io
 import json
 import tarfile
@@ -19,6 +20,7 @@ from scanvas.train.paint_data import (
     WorkerReader,
     assign_shapes,
     bucket_shapes,
+    decoded_place,
     fit,
     fixed_order,
 )
@@ -225,6 +227,27 @@ def test_memory_and_workers_read_the_same(tmp_path):
         assert torch.equal(a["pixels"], c["pixels"])
         for key in ("caption", "index", "slot"):
             assert a[key] == b[key] == c[key]
+
+
+def test_decoded_images_are_kept_for_the_next_run(tmp_path, monkeypatch):
+    data = items(tmp_path)
+    config = PaintDataConfig(root="images", decoded=str(tmp_path / "kept"))
+    place = decoded_place(config, "train", data)
+    options = {"device": torch.device("cpu"), "workers": 0}
+    wanted = [batch["pixels"] for batch in MemoryReader(data, **options, place=place).read(PLAN)]
+    assert [place] == list((tmp_path / "kept").iterdir())
+    monkeypatch.setattr(PixelItems, "__getitem__", None)  # nothing is decoded again
+    got = [batch["pixels"] for batch in MemoryReader(data, **options, place=place).read(PLAN)]
+    assert all(map(torch.equal, got, wanted))
+    monkeypatch.undo()
+    larger = PixelItems(data.source, data.shape_of, [(32, 32)], channels=3, hflip=0.0, seed=0)
+    others = {decoded_place(config, "val", data), decoded_place(config, "train", larger)}
+    others.add(decoded_place(dataclasses.replace(config, root="others"), "train", data))
+    assert len(others | {place}) == 4
+    (tmp_path / "d" / "train" / "inner" / "3.png").write_bytes(b"nonsense")
+    place = place.with_name("other")
+    assert len(MemoryReader(data, **options, place=place).skipped) == 1
+    assert not place.exists(), "an image that can be read next time is not given up"
 
 
 @pytest.mark.parametrize("memory", [False, True])

@@ -78,6 +78,7 @@ class PaintDataConfig:
     buckets: int = 0  # shapes of about that area, from 1:2 to 2:1, each image goes to; 0 crops to squares
     hflip: float = 0.5
     in_memory: bool = False  # decode all once and keep them on the device: for small images
+    decoded: str | None = None  # directory where in_memory keeps them for the next run; written if they are not there
     latents: str | None = None  # directory of the cache of latents and text features; written if it is not there
     workers: int = 4
     on_error: Literal["skip", "stop"] = "skip"  # an image that cannot be read

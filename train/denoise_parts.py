@@ -32,7 +32,7 @@ from .latents import (
     write_cache,
 )
 from .losses import check_terms
-from .paint_data import MemoryReader, PixelItems, WorkerReader, assign_shapes, bucket_shapes
+from .paint_data import MemoryReader, PixelItems, WorkerReader, assign_shapes, bucket_shapes, decoded_place
 from .process import Process, create_scheduler
 from .sources import Source, check_label_range, open_source
 from .text import Tokens, create_text
@@ -133,6 +133,8 @@ class Parts:
     def _open(self, wanted: dict[str, Any]) -> None:
         data = self.config.data
         self.cached = None
+        if data.decoded and not data.in_memory:
+            raise ConfigError(f"data.decoded={data.decoded!r} goes with data.in_memory=true, which is not set")
         if data.latents and (Path(data.latents) / data.train_split / "cache.json").is_file():
             self.cached = Path(data.latents)
             records = LatentCache(self.cached / data.train_split, hflip=0.0, seed=0).source
@@ -196,7 +198,8 @@ class Parts:
                 source, shape_of, self.shapes, channels=self._pixel_channels(), hflip=data.hflip, seed=seed
             )
             if data.in_memory:
-                reader = MemoryReader(items, self.device, workers=data.workers)
+                place = decoded_place(data, split, items) if data.decoded else None
+                reader = MemoryReader(items, self.device, workers=data.workers, place=place)
             else:
                 reader = WorkerReader(items, data.workers)
         if not self.by_text:

@@ -7,8 +7,12 @@ its flip and which of its captions is taken, depends on the run's seed and its p
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from .checkpoint import load_tensors, save_tensors
 from .denoise_config import PaintDataConfig
 from .errors import ConfigError, DataError
 from .samples import UNREADABLE, BadImage, quiet_worker, read_image
@@ -226,33 +231,65 @@ class WorkerReader:
         return iter(self.loader)
 
 
+def _keep(pixels: Tensor, place: Path) -> None:
+    """Write a file of images, whole or not at all; processes may do so at the same time."""
+    fresh = place.with_name(f".new-{os.getpid()}-{place.name}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        save_tensors({"pixels": pixels}, fresh)
+        fresh.replace(place)
+    except OSError as error:
+        raise DataError(f"data.decoded: cannot write {place}: {error}") from error
+
+
 def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on a device. From pageable memory a copy would first wait for all the work that is queued there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+def decoded_place(config: PaintDataConfig, split: str, items: PixelItems) -> Path:
+    """The file in ``data.decoded`` that holds the images of a split at their size. Another root, split, number, size or
+    colour has a file of its own; images that have changed under the same names are not noticed."""
+    about = [str(Path(config.root).absolute()), config.format, config.image_key, split]
+    about += [len(items.source), items.shapes, items.channels]
+    digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    return Path(config.decoded) / f"{digest}.safetensors"
+
+
 class MemoryReader:
     """Reads batches of keys from one tensor of all images, on the device if it fills less than half of what is free
-    there. Images that cannot be read are missing from it: their places go to the ones after them."""
+    there. Images that cannot be read are missing from it: their places go to the ones after them.
 
-    def __init__(self, items: PixelItems, device: torch.device, *, workers: int, batch_size: int = 500):
+    ``place``: a file to take the tensor from; written if it is not there, unless an image could not be read.
+    """
+
+    def __init__(self, items: PixelItems, device: torch.device, *, workers: int, place: Path | None = None):
         if len(items.shapes) > 1:
             raise ConfigError("data.in_memory keeps all images as one tensor and needs data.buckets=0")
-        self.items = items
+        self.items, self.skipped = items, []
         count = len(items.source)
+        if place is not None and place.is_file():
+            pixels, readable = load_tensors(place)["pixels"], np.arange(count)
+        else:
+            pixels, readable = self._decoded(workers)
+            if place is not None and len(readable) == count:
+                _keep(pixels, place)
+        # image i is row row_of[i]: its own, or that of the next image that could be read
+        self.row_of = np.searchsorted(readable, np.arange(count)) % len(readable)
+        self.readable = readable
+        fits = device.type == "cuda" and pixels.nbytes < 0.5 * torch.cuda.mem_get_info(device)[0]
+        self.pixels = pixels.to(device) if fits else pixels
+
+    def _decoded(self, workers: int, batch_size: int = 500) -> tuple[Tensor, np.ndarray]:
+        """All images that can be read, and which they are."""
+        count = len(self.items.source)
         plan = [[Key(-1, i, i) for i in range(at, min(count, at + batch_size))] for at in range(0, count, batch_size)]
-        reader = WorkerReader(items, workers)
-        parts = list(reader.read(plan))
+        parts = list(WorkerReader(self.items, workers).read(plan))
         self.skipped = [bad for part in parts for bad in part["skipped"]]
         if len(self.skipped) == count:
             raise DataError(f"none of the {count} images can be read; the first one is {self.skipped[0]}")
         readable = np.array([index for part in parts for index in part["index"]])
-        # image i is row row_of[i]: its own, or that of the next image that could be read
-        self.row_of = np.searchsorted(readable, np.arange(count)) % len(readable)
-        self.readable = readable
-        pixels = torch.cat([part["pixels"] for part in parts if part["pixels"] is not None])
-        fits = device.type == "cuda" and pixels.nbytes < 0.5 * torch.cuda.mem_get_info(device)[0]
-        self.pixels = pixels.to(device) if fits else pixels
+        return torch.cat([part["pixels"] for part in parts if part["pixels"] is not None]), readable
 
     def read(self, plan: list[list[Key]]) -> Iterator[dict[str, Any]]:
         """The batches of a plan, in order."""

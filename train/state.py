@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from .loop import Loop
 
 # Keys that may differ between a run and its continuation: they change where and how fast, not what is computed.
-_FREE_KEYS = ("run.", "grid.", "data.root", "data.workers", "data.cache_dir", "data.on_error", "train.cpu")
+_FREE_KEYS = (
+    "run.",
+    "grid.",
+    "data.root",
+    "data.workers",
+    "data.cache_dir",
+    "data.decoded",
+    "data.on_error",
+    "train.cpu",
+)
 
 
 def capture(loop: Loop, rng: list[dict[str, Any]]) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
