@@ -15,7 +15,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 # batch, grid, channels, size, bias, activation. The interpreter takes about a second for a tile: small ones only there.
-CONVOLUTIONS = [(2, (3, 5), 6, 3, False, "silu"), (1, (1, 1), 3, 3, True, None), (1, (2, 7), 3, 5, True, "silu")]
+CONVOLUTIONS = [
+    (2, (3, 5), 6, 3, False, "silu"),
+    (1, (1, 1), 3, 3, True, None),
+    (1, (6, 7), 3, 5, True, "silu"),
+    (1, (5, 18), 2, 7, False, None),
+]
 if not dispatch.INTERPRETED:
     CONVOLUTIONS += [
         (33, (7, 5), 24, 3, False, "silu"),
@@ -177,4 +182,8 @@ def test_float64_is_refused_by_the_kernels_and_kept_by_auto():
     x, weight = torch.randn(1, 4, 2, device=DEVICE, dtype=torch.float64), torch.randn(2, 1, 3, 3, device=DEVICE)
     with pytest.raises(TypeError, match="float64"):
         depthwise_conv2d(x, weight, (2, 2), impl="triton")
+    wide = torch.randn(2, 1, 9, 9, device=DEVICE)
+    with pytest.raises(ValueError, match="kernels of up to 7, got 9"):
+        depthwise_conv2d(x.float(), wide, (2, 2), impl="triton")
+    assert depthwise_conv2d(x.float(), wide, (2, 2)).shape == x.shape
     assert depthwise_conv2d(x, weight, (2, 2)).dtype == torch.float64

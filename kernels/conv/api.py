@@ -10,10 +10,11 @@ from scanvas.kernels import dispatch
 from .reference import convolve
 
 IMPLEMENTATIONS: dict[str, Callable] = {"torch": convolve}
+WIDEST = 0  # kernel of which there is a Triton kernel
 if dispatch.TRITON_USABLE:
     from . import triton
 
-    IMPLEMENTATIONS["triton"] = triton.convolve
+    IMPLEMENTATIONS["triton"], WIDEST = triton.convolve, triton.WIDEST
 ACTIVATIONS = (None, "silu")
 
 
@@ -59,7 +60,8 @@ def depthwise_conv2d(
         raise ValueError(f"depthwise_conv2d: bias must be (C,) = ({C},), got {tuple(bias.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"depthwise_conv2d: activation must be one of {ACTIVATIONS}, got {activation!r}")
-    if impl == "auto" and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if impl == "auto" and (trained or weight.shape[2] > WIDEST):
         impl = "torch"
     name = dispatch.resolve("depthwise_conv2d", impl, x.device, IMPLEMENTATIONS, x.dtype)
     return IMPLEMENTATIONS[name](x, weight, (H, W), bias, activation)

@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS, WARPS = 32, 4  # of a tile of the forward kernel
+from scanvas.kernels.activation import sigmoid, silu
+
+PIXELS = 16  # of a tile of the forward kernel, in each of its four rows
+WIDEST = 7  # kernel that the forward kernel knows
 GRADIENT_TOKENS, GRADIENT_WARPS = 64, 2  # of a tile whose weight gradients are summed in one program
 
 
@@ -29,11 +32,37 @@ def _taps(x_ptr, w_ptr, n, c, inside, H, W, C, stride, K: tl.constexpr, FLIP: tl
 
 
 @triton.jit
+def _pick(i: tl.constexpr, w0, w1, w2, w3, w4, w5, w6):
+    first = w0 if i == 0 else w1 if i == 1 else w2
+    last = w4 if i == 4 else w5 if i == 5 else w6
+    return first if i < 3 else w3 if i == 3 else last
+
+
+@triton.jit
+def _weight(w_ptr, dy: tl.constexpr, dx: tl.constexpr, c, C, K: tl.constexpr, FLIP: tl.constexpr):
+    if dy < K:
+        tap = (K * K - 1 - dy * K - dx) if FLIP else dy * K + dx
+        return tl.load(w_ptr + tap * C + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    else:
+        return tl.zeros((1, c.shape[0]), tl.float32)
+
+
+@triton.jit
+def _finish(acc, out_ptr, bias, row, H, W, x, c, C, SILU: tl.constexpr):
+    acc += bias
+    if SILU:
+        acc = silu(acc)
+    inside = ((x < W) & (row < H))[:, None] & (c < C)[None, :]
+    offset = row.to(tl.int64) * W * C + x[:, None] * C + c[None, :]
+    tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _forward_kernel(
-    x_ptr,  # (B, N, C), strides (x_batch, x_token, 1)
+    x_ptr,  # (B, H·W, C), strides (x_batch, x_token, 1)
     w_ptr,  # (K·K, C)
     bias_ptr,  # (C,)
-    out_ptr,  # (B, N, C)
+    out_ptr,  # (B, H·W, C)
     H,
     W,
     C,
@@ -43,22 +72,51 @@ def _forward_kernel(
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     FLIP: tl.constexpr,
-    BN: tl.constexpr,
+    BX: tl.constexpr,
     BC: tl.constexpr,
 ):
-    tiles = tl.cdiv(H * W, BN)
-    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    b, block = rest // tl.cdiv(C, BC), rest % tl.cdiv(C, BC)
-    n, c = tile * BN + tl.arange(0, BN), block * BC + tl.arange(0, BC)
-    inside = (n < H * W)[:, None] & (c < C)[None, :]
-    acc = tl.zeros((BN, BC), tl.float32)
-    acc = _taps(x_ptr + b.to(tl.int64) * x_batch, w_ptr, n, c, inside, H, W, C, x_token, K, FLIP, acc)
+    """Four rows of BX pixels: a row that is read serves all of them that it reaches, and a weight all four."""
+    strips, across, blocks = tl.cdiv(H, 4), tl.cdiv(W, BX), tl.cdiv(C, BC)
+    block, rest = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    place, rest = rest % across, rest // across
+    row, b = rest % strips * 4, (rest // strips).to(tl.int64)
+    x, c = place * BX + tl.arange(0, BX), block * BC + tl.arange(0, BC)
+    image = x_ptr + b * x_batch
+    acc0 = tl.zeros((BX, BC), tl.float32)
+    acc1 = tl.zeros((BX, BC), tl.float32)
+    acc2 = tl.zeros((BX, BC), tl.float32)
+    acc3 = tl.zeros((BX, BC), tl.float32)
+    for dx in tl.static_range(K):
+        column = x + dx - K // 2
+        reached = ((column >= 0) & (column < W))[:, None] & (c < C)[None, :]
+        pixels = image + column.to(tl.int64)[:, None] * x_token + c[None, :]
+        w0 = _weight(w_ptr, 0, dx, c, C, K, FLIP)
+        w1 = _weight(w_ptr, 1, dx, c, C, K, FLIP)
+        w2 = _weight(w_ptr, 2, dx, c, C, K, FLIP)
+        w3 = _weight(w_ptr, 3, dx, c, C, K, FLIP)
+        w4 = _weight(w_ptr, 4, dx, c, C, K, FLIP)
+        w5 = _weight(w_ptr, 5, dx, c, C, K, FLIP)
+        w6 = _weight(w_ptr, 6, dx, c, C, K, FLIP)
+        for dy in tl.static_range(K + 3):
+            y = row + dy - K // 2
+            ok = reached & (y >= 0) & (y < H)
+            value = tl.load(pixels + (y * W).to(tl.int64) * x_token, mask=ok, other=0.0).to(tl.float32)
+            if dy < K:
+                acc0 += value * _pick(dy, w0, w1, w2, w3, w4, w5, w6)
+            if dy >= 1 and dy < K + 1:
+                acc1 += value * _pick(dy - 1, w0, w1, w2, w3, w4, w5, w6)
+            if dy >= 2 and dy < K + 2:
+                acc2 += value * _pick(dy - 2, w0, w1, w2, w3, w4, w5, w6)
+            if dy >= 3:
+                acc3 += value * _pick(dy - 3, w0, w1, w2, w3, w4, w5, w6)
+    bias = tl.zeros((1, BC), tl.float32)
     if BIAS:
-        acc += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-    if SILU:
-        acc *= tl.sigmoid(acc)
-    offset = (b.to(tl.int64) * H * W + n)[:, None] * C + c[None, :]
-    tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=inside)
+        bias += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    out = out_ptr + b * H * W * C
+    _finish(acc0, out, bias, row, H, W, x, c, C, SILU)
+    _finish(acc1, out, bias, row + 1, H, W, x, c, C, SILU)
+    _finish(acc2, out, bias, row + 2, H, W, x, c, C, SILU)
+    _finish(acc3, out, bias, row + 3, H, W, x, c, C, SILU)
 
 
 @triton.jit
@@ -93,7 +151,7 @@ def _gradient_kernel(
         pre = _taps(image, w_ptr, n, c, inside, H, W, C, x_token, K, False, pre)
         if BIAS:
             pre += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-        s = tl.sigmoid(pre)
+        s = sigmoid(pre)
         gradient *= s * (1.0 + pre * (1.0 - s))
         tl.store(d_pre_ptr + offset, gradient.to(d_pre_ptr.dtype.element_ty), mask=inside)
     out = partial_ptr + (b.to(tl.int64) * tiles + tile) * (K * K + 1) * C + c
@@ -125,12 +183,12 @@ def _dense(x: Tensor) -> Tensor:
 def _launch(x, taps, bias, H, W, K, silu, flip, dtype):
     B, N, C = x.shape
     out = torch.empty((B, N, C), device=x.device, dtype=dtype)
-    BC = _channels(C)
-    grid = (triton.cdiv(N, TOKENS) * triton.cdiv(C, BC) * B,)
+    BC, BX = _channels(C), min(PIXELS, triton.next_power_of_2(W))
+    programs = triton.cdiv(H, 4) * triton.cdiv(W, BX) * triton.cdiv(C, BC) * B
     with torch.cuda.device_of(x):
-        _forward_kernel[grid](
-            x, taps, taps if bias is None else bias, out, H, W, C, x.stride(0), x.stride(1),
-            K=K, BIAS=bias is not None, SILU=silu, FLIP=flip, BN=TOKENS, BC=BC, num_warps=WARPS,
+        _forward_kernel[(programs,)](
+            x, taps, taps if bias is None else bias, out, H, W, C, x.stride(0), x.stride(1), K=K,
+            BIAS=bias is not None, SILU=silu, FLIP=flip, BX=BX, BC=BC, num_warps=max(1, min(4, BX * BC // 256)),
         )  # fmt: skip
     return out
 
@@ -190,6 +248,10 @@ def convolve(x: Tensor, weight: Tensor, grid: tuple[int, int], bias: Tensor | No
     PyTorch's, it gives autocast's dtype under autocast."""
     if x.dtype == torch.float64:
         raise TypeError("depthwise_conv2d: impl='triton' sums in float32, but x is float64; use impl='torch'")
+    if weight.shape[-1] > WIDEST:
+        raise ValueError(
+            f"depthwise_conv2d: impl='triton' knows kernels of up to {WIDEST}, got {weight.shape[-1]}; use impl='torch'"
+        )
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     return _forward(x, weight, bias, *grid, activation == "silu", dtype)

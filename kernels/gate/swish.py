@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from scanvas.kernels.activation import sigmoid
 from scanvas.kernels.tiles import Cut, shares, tile
 
 from .places import by_token, gate_offset
@@ -24,7 +25,7 @@ def _forward_kernel(
     gate = tl.load(gate_ptr + gate_offset(r, d, H, D, gate_stride), mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     inverse = tl.rsqrt(tl.sum(o * o, axis=1) / D + eps)[:, None]
-    y = o * inverse * weight * gate * tl.sigmoid(gate)
+    y = o * inverse * weight * gate * sigmoid(gate)
     tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -56,7 +57,7 @@ def _backward_kernel(
         o = tl.load(o_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(gate_ptr + gate_offset(r, d, H, D, gate_stride), mask=inside, other=0.0).to(tl.float32)
         g = tl.load(d_out_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-        s = tl.sigmoid(gate)
+        s = sigmoid(gate)
         inverse = tl.rsqrt(tl.sum(o * o, axis=1) / D + eps)[:, None]
         normed = o * inverse
         d_gate = g * normed * weight * s * (1.0 + gate * (1.0 - s))

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from scanvas.kernels.activation import sigmoid
 from scanvas.kernels.tiles import Cut, shares, tile
 
 from .places import by_token, gate_offset
@@ -21,7 +22,7 @@ def _load(o_ptr, local_ptr, gate_ptr, offset, place, mask):
     o = tl.load(o_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     local = tl.load(local_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    return o, local, tl.sigmoid(gate)
+    return o, local, sigmoid(gate)
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def _forward_kernel(
     normed = local * _inverse_rms(local, D, eps) * lw
     y = normed + s * (o * _inverse_rms(o, D, eps) * ow - normed)
     if SILU:
-        y *= tl.sigmoid(y)
+        y *= sigmoid(y)
     tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -106,7 +107,7 @@ def _backward_kernel(
         difference = o * ro * ow - local * rl * lw
         if SILU:
             y = local * rl * lw + s * difference
-            sy = tl.sigmoid(y)
+            sy = sigmoid(y)
             gradient *= sy * (1.0 + y * (1.0 - sy))
         d_o, d_l = gradient * s, gradient * (1.0 - s)
         d_gate = d_l * s * difference

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from scanvas.kernels.activation import sigmoid
+
 BLOCK = 1024
 
 
@@ -22,7 +24,7 @@ def _forward_kernel(
     place = i + i // D * D
     a = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(x_ptr + place + D, mask=mask, other=0.0).to(tl.float32)
-    out = (a * tl.sigmoid(a) * b).to(out_ptr.dtype.element_ty)
+    out = (a * sigmoid(a) * b).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + i + i // D * (out_stride - D), out, mask=mask)
 
 
@@ -41,7 +43,7 @@ def _backward_kernel(
     a = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(x_ptr + place + D, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(d_out_ptr + i, mask=mask, other=0.0).to(tl.float32)
-    s = tl.sigmoid(a)
+    s = sigmoid(a)
     d_a = g * b * s * (1.0 + a * (1.0 - s))
     tl.store(d_x_ptr + place, d_a.to(d_x_ptr.dtype.element_ty), mask=mask)
     tl.store(d_x_ptr + place + D, (g * a * s).to(d_x_ptr.dtype.element_ty), mask=mask)
