@@ -41,8 +41,8 @@ class StemConv(nn.Conv2d):
 
     cuDNN pads the few channels of an image to a multiple of eight and then multiplies mostly zeros. On a GPU it is
     therefore given blocks of s×s pixels as its channels and the kernel as one of 2×2 blocks: the window of a patch is
-    the patch and a row and a column of pixels before it. At 1024² ViG-T's stem takes 0.3 instead of 1.3 ms a batch of
-    16 on an H200; on a CPU it would take 40 instead of 11 ms an image.
+    the patch and a row and a column of pixels before it. For 16 images of 1024² this takes 0.35 instead of 0.85 ms of
+    an H200; on a CPU it would take 40 instead of 11 ms an image.
     """
 
     def __init__(self, in_chans: int, dim: int, stride: int, device=None, dtype=None):
