@@ -3,6 +3,8 @@
 import functools
 import io
 import json
+import os
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -12,7 +14,13 @@ from PIL import Image
 
 from scanvas.backbones.mixers import create_mixer
 from scanvas.diffusion.linear_neutral import start_neutral
-from scanvas.train import bench_mixers, bench_mixers_plot, bench_mixers_step, bench_mixers_train
+from scanvas.train import (
+    bench_mixers,
+    bench_mixers_images,
+    bench_mixers_plot,
+    bench_mixers_step,
+    bench_mixers_train,
+)
 from scanvas.train.bench_mixers_images import load_images
 from scanvas.train.bench_mixers_tables import short_table
 from scanvas.train.bench_mixers_train import Budget
@@ -161,6 +169,29 @@ def test_images_are_shifted_and_mirrored(colours):
     assert len({entry[1:] for entry in found}) > 5
 
 
+def test_images_are_decoded_once(colours, tmp_path, monkeypatch):
+    """A second process maps what the first decoded, unless the files or the limit are others, or what is kept is not
+    whole."""
+    folder, cache, reads = tmp_path / "data", tmp_path / "out" / "images.safetensors", []
+    shutil.copytree(colours, folder)
+    read = bench_mixers_images._read
+    monkeypatch.setattr(bench_mixers_images, "_read", lambda *a: reads.append(a) or read(*a))
+
+    def load(limit=9):
+        return load_images(str(folder), torch.device("cpu"), limit, cache)
+
+    first, again = load(), load()
+    assert len(reads) == 2
+    for name in ("padded", "labels", "test", "test_labels"):
+        assert torch.equal(getattr(first, name), getattr(again, name))
+    assert len(load(6).labels) == 6
+    os.utime(folder / "test.parquet", ns=(1, 1))
+    load(6)
+    cache.write_bytes(cache.read_bytes()[:100])
+    assert len(load(6).labels) == 6
+    assert len(reads) == 8
+
+
 def test_images_that_do_not_fit_are_named(tmp_path):
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, "PNG")
@@ -173,7 +204,8 @@ def test_images_that_do_not_fit_are_named(tmp_path):
             Image.new("L", (8, 6)).save(other, "PNG")
             second = other.getvalue()
         rows = [{"image": data, "label": 0} for data in (file.getvalue(), second)]
-        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+        for split in ("train", "test"):
+            parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
         with pytest.raises(DataError, match=message):
             load_images(str(tmp_path), torch.device("cpu"))
 

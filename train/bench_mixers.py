@@ -66,9 +66,9 @@ def bench_mixers(
     merge_from: Sequence[str] | None = None,
     **budget: Any,
 ) -> list[dict[str, Any]]:
-    """Measure this shard's mixers and save ``rows-IofN.json`` and ``.csv`` after each row; then join all that lies in
-    ``out`` to ``mixers.json``, ``.csv``, ``.md`` and ``.png``. ``merge_from``: join what lies there, and measure
-    nothing. ``budget``: fields of ``Budget``. Returns the joined rows.
+    """Measure this shard's mixers, in the order given, and save ``rows-IofN.json`` and ``.csv`` after each row; then
+    join all that lies in ``out`` to ``mixers.json``, ``.csv``, ``.md`` and ``.png``. ``merge_from``: join what lies
+    there, and measure nothing. ``budget``: fields of ``Budget``. Returns the joined rows.
 
     Raises:
         ConfigError: an argument is unknown or out of range, or ``out`` holds figures of another budget.
@@ -88,7 +88,8 @@ def bench_mixers(
     if set(kinds) - {"time"}:
         dtype = "bfloat16" if chosen.type == "cuda" else "float32"
         limit = budget.pop("images", None)
-        images = load_images(data, chosen, limit) if _TRAINED & set(kinds) else random_images(chosen)
+        trained = bool(_TRAINED & set(kinds))
+        images = load_images(data, chosen, limit, folder / "images.safetensors") if trained else random_images(chosen)
         equal = complete(Budget(dtype=dtype, **budget), images)
         if "speed" in kinds:
             work.append(speeds(names, images, equal, _name(chosen)))
@@ -137,7 +138,7 @@ def _checked(mixers, only, data, sides, seeds, shard, budget) -> tuple[list[str]
     if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
         raise ConfigError(f"--shard takes i/n with i from 1 to n, such as 2/4; got {shard!r}")
     # A softmax comes first: its model is the teacher that other shards look for.
-    names = sorted(set(mixers or list_mixers()), key=lambda name: (name != "softmax", name))
+    names = sorted(dict.fromkeys(mixers or list_mixers()), key=lambda name: name != "softmax")
     return names[int(first) - 1 :: int(last)], kinds, int(first), int(last)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -59,26 +62,58 @@ def random_images(device: torch.device, side: int = 32, classes: int = 10, count
     return Images((pixels, labels), (pixels[:classes], labels[:classes]), device)
 
 
-def load_images(folder: str, device: torch.device, limit: int | None = None) -> Images:
+def load_images(folder: str, device: torch.device, limit: int | None = None, cache: Path | None = None) -> Images:
     """``train*.parquet`` and ``test*.parquet`` (or ``valid*``) of a folder, with the columns ``image`` (encoded, as
-    Hugging Face datasets have it) and ``label``; the first ``limit`` of each.
+    Hugging Face datasets have it) and ``label``; the first ``limit`` of each. What was decoded is kept in the file
+    ``cache``, and taken from there for as long as the files have their size and time: decoding 60,000 images takes
+    longer than training on them for a moment.
 
     Raises DataError: nothing there, other columns, an image that cannot be read or is of another size.
     """
-    train, test = (_read(Path(folder), names, limit) for names in (("train",), ("test", "valid")))
-    if train[0].shape[1:] != test[0].shape[1:]:
-        raise DataError(f"--data {folder}: images are {train[0].shape[-1]} and {test[0].shape[-1]} pixels a side")
-    return Images(train, test, device)
+    files = [_files(Path(folder), names) for names in (("train",), ("test", "valid"))]
+    marks = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for split in files for path in split]
+    source = json.dumps([str(Path(folder).resolve()), marks, limit])
+    kept = _cached(cache, source) if cache else None
+    if kept is None:
+        train, test = (_read(split, limit) for split in files)
+        if train[0].shape[1:] != test[0].shape[1:]:
+            raise DataError(f"--data {folder}: images are {train[0].shape[-1]} and {test[0].shape[-1]} pixels a side")
+        kept = [*train, *test]
+        if cache:
+            _keep(cache, source, kept)
+    return Images(tuple(kept[:2]), tuple(kept[2:]), device)
 
 
-def _read(folder: Path, names: tuple[str, ...], limit: int | None) -> tuple[Tensor, Tensor]:
+_PARTS = ("train", "train_labels", "test", "test_labels")
+
+
+def _cached(place: Path, source: str) -> list[Tensor] | None:
+    try:
+        with safe_open(place, "pt") as stored:  # mapped: processes side by side share the pages
+            return [stored.get_tensor(name) for name in _PARTS] if stored.metadata().get("source") == source else None
+    except (OSError, SafetensorError):
+        return None  # none is there, or what another version or a full disk has left
+
+
+def _keep(place: Path, source: str, tensors: list[Tensor]) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    fresh = place.with_name(f".{os.getpid()}-{place.name}")
+    save_file(dict(zip(_PARTS, tensors)), fresh, {"format": "pt", "source": source})
+    fresh.replace(place)  # whole or not at all: other shards may be looking for it
+
+
+def _files(folder: Path, names: tuple[str, ...]) -> list[Path]:
+    files = [path for name in names for path in sorted(folder.glob(f"{name}*.parquet"))]
+    if not files:
+        raise DataError(f"--data {folder} holds no {' or '.join(f'{name}*.parquet' for name in names)}")
+    return files
+
+
+def _read(files: list[Path], limit: int | None) -> tuple[Tensor, Tensor]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise DataError("--data: reading parquet files needs pyarrow: pip install 'scanvas[train]'") from error
-    files = [path for name in names for path in sorted(folder.glob(f"{name}*.parquet"))]
-    if not files:
-        raise DataError(f"--data {folder} holds no {' or '.join(f'{name}*.parquet' for name in names)}")
     try:
         rows = [row for path in files for row in parquet.read_table(path, columns=["image", "label"]).to_pylist()]
     except (OSError, ValueError, KeyError) as error:

@@ -10,7 +10,7 @@ from .commands import DEVICE, argument, command
     "every mixer: time and memory by resolution, speed of a backbone, accuracy after an equal training, recovery of a "
     "softmax teacher",
     argument("--out", default="runs/bench/mixers", metavar="DIR", help="where rows, table and plot go"),
-    argument("--mixers", nargs="+", metavar="NAME", help="by default all"),
+    argument("--mixers", nargs="+", metavar="NAME", help="by default all; measured in this order, a softmax first"),
     argument("--only", nargs="+", metavar="KIND", help="time, speed, accuracy, recovery; by default all"),
     argument("--data", metavar="DIR", help="folder with train.parquet and test.parquet: columns image and label"),
     argument("--grids", nargs="+", type=int, default=[14, 32, 64, 128], metavar="SIDE", help="sides in tokens"),
