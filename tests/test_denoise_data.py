@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import tarfile
 
 import numpy as np
@@ -244,6 +245,11 @@ def test_decoded_images_are_kept_for_the_next_run(tmp_path, monkeypatch):
     others = {decoded_place(config, "val", data), decoded_place(config, "train", larger)}
     others.add(decoded_place(dataclasses.replace(config, root="others"), "train", data))
     assert len(others | {place}) == 4
+    config = dataclasses.replace(config, root=str(tmp_path / "d"))
+    place = decoded_place(config, "train", data)
+    assert decoded_place(config, "train", data) == place
+    os.utime(next((tmp_path / "d" / "train").rglob("*.png")), ns=(1, 1))
+    assert decoded_place(config, "train", data) != place
     (tmp_path / "d" / "train" / "inner" / "3.png").write_bytes(b"nonsense")
     place = place.with_name("other")
     assert len(MemoryReader(data, **options, place=place).skipped) == 1

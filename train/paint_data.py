@@ -247,11 +247,20 @@ def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+def _stamp(place: Path) -> tuple[int, int]:
+    """Size and time of the last change of a file."""
+    about = place.stat()
+    return about.st_size, about.st_mtime_ns
+
+
 def decoded_place(config: PaintDataConfig, split: str, items: PixelItems) -> Path:
     """The file in ``data.decoded`` that holds the images of a split at their size. Another root, split, number, size or
-    colour has a file of its own; images that have changed under the same names are not noticed."""
-    about = [str(Path(config.root).absolute()), config.format, config.image_key, split]
-    about += [len(items.source), items.shapes, items.channels]
+    colour, and files that have changed, have a file of their own."""
+    root = Path(config.root).absolute()
+    about: list[Any] = [str(root), config.format, config.image_key, split, len(items.source), items.shapes]
+    about.append(items.channels)
+    files = (place for place in sorted(root.rglob("*")) if place.is_file())  # none, if the root is a name at a hub
+    about += [(str(place.relative_to(root)), *_stamp(place)) for place in files]
     digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     return Path(config.decoded) / f"{digest}.safetensors"
 
