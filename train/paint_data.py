@@ -259,7 +259,9 @@ def decoded_place(config: PaintDataConfig, split: str, items: PixelItems) -> Pat
     root = Path(config.root).absolute()
     about: list[Any] = [str(root), config.format, config.image_key, split, len(items.source), items.shapes]
     about.append(items.channels)
-    files = (place for place in sorted(root.rglob("*")) if place.is_file())  # none, if the root is a name at a hub
+    own = Path(config.decoded).absolute()
+    # None, if the root is a name at a hub.
+    files = (place for place in sorted(root.rglob("*")) if place.is_file() and own not in place.parents)
     about += [(str(place.relative_to(root)), *_stamp(place)) for place in files]
     digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     return Path(config.decoded) / f"{digest}.safetensors"
