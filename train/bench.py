@@ -305,6 +305,8 @@ def _plot(path: Path, panels: list[tuple]) -> None:
     for axis, (title, x, y, lines) in zip(figure.subplots(1, len(panels), squeeze=False).ravel(), panels):
         for name, points in lines.items():
             axis.loglog(*zip(*points), marker="o", label=name, base=2)
+        for scale in (axis.xaxis, axis.yaxis):  # plain numbers instead of powers of two
+            scale.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:.2g}")
         axis.set(title=title, xlabel=x, ylabel=y)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
