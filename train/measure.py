@@ -125,7 +125,7 @@ def versions(device: torch.device) -> dict[str, str]:
             return None
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    packages = ("scanvas", "torch", "triton", "timm", "diffusers", "flash-linear-attention")
+    packages = ("scanvas", "torch", "triton", "timm", "diffusers", "flash-linear-attention", "fla-core")
     installed = {package: found(package) for package in packages}
     hardware = {"device": str(device), "name": name, "threads": str(torch.get_num_threads())}
     return hardware | {package: number for package, number in installed.items() if number}
