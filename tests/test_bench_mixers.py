@@ -18,6 +18,7 @@ from scanvas.train import (
     bench_mixers,
     bench_mixers_images,
     bench_mixers_plot,
+    bench_mixers_report,
     bench_mixers_step,
     bench_mixers_train,
 )
@@ -52,6 +53,10 @@ def test_shards_cut_and_joined(colours, tmp_path, command, monkeypatch):
     monkeypatch.setattr(bench_mixers, "_CPU", (24, 2, 256))  # channels, heads, tokens
     narrow = functools.partial(Budget, model="test_vig")
     monkeypatch.setattr(bench_mixers, "Budget", narrow)
+    drawn, draw = [], bench_mixers_report.draw
+    monkeypatch.setattr(
+        bench_mixers_report, "draw", lambda *a: drawn.append(a) or (draw(*a) if len(drawn) == 3 else None)
+    )
 
     def cut(*_):
         raise KeyboardInterrupt
@@ -96,7 +101,8 @@ def test_shards_cut_and_joined(colours, tmp_path, command, monkeypatch):
         assert len(lines) == 3
         assert {line.count("|") for line in lines} == {header.count("|")}
         assert "`linear`, time (6): OutOfMemoryError: CUDA out of memory." in table
-    assert (tmp_path / "all" / "mixers.png").stat().st_size > 10_000
+    assert set(drawn[2][0]) == {"softmax", "linear", "slab"}
+    assert (tmp_path / "all" / "mixers.png").stat().st_size > 10_000  # of all that are joined the one that is drawn
 
     softmax, linear = by["time", "softmax", 6], by["time", "linear", 6]
     assert (softmax["batch"], softmax["failed"]) == (256 // 36, "")

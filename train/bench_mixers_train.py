@@ -133,6 +133,7 @@ def train(
         order = order[batch:]
         step()
         scheduler.step_update(number + 1)
+    optimizer.zero_grad()  # gradients of recorded steps would keep the memory of the graph
     if unhealthy > 0:
         raise NonFiniteError(f"the loss was not finite in {int(unhealthy)} of {steps} steps")
 
