@@ -46,7 +46,7 @@ class Budget:
     model: str = "vig_tiny_patch16_224"
     depth: int = 4
     patch: int = 2
-    epochs: float = 3.0
+    epochs: float = 5.0
     recover_epochs: float = 0.5
     batch: int = 256
     lr: float = 1e-3

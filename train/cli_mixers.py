@@ -15,7 +15,7 @@ from .commands import DEVICE, argument, command
     argument("--data", metavar="DIR", help="folder with train.parquet and test.parquet: columns image and label"),
     argument("--grids", nargs="+", type=int, default=[14, 32, 64, 128], metavar="SIDE", help="sides in tokens"),
     argument("--depth", type=int, default=4, help="blocks of the backbone"),
-    argument("--epochs", type=float, default=3.0, help="of training for accuracy, and of the teacher"),
+    argument("--epochs", type=float, default=5.0, help="of training for accuracy, and of the teacher"),
     argument("--recover-epochs", type=float, default=0.5, help="of training after the exchange"),
     argument("--seeds", nargs="+", type=int, default=[0]),
     argument("--batch-size", type=int, default=256),
