@@ -1,27 +1,26 @@
 """Closed-form fits of what is new in a linearised layer to the outputs of the softmax layer it replaces.
 
-Layers are teacher-forced: each sees the inputs that the softmax model gives it. The convolution, scale, norms or
-temperature of a core, and an output projection that was not inherited, are fitted one after the other; nothing is
-trained.
+Layers are teacher-forced: each sees the inputs that the softmax model gives it. The convolution, scale or temperature
+of a core, and an output projection that was not inherited, are fitted one after the other; nothing is trained.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scanvas.backbones.mixers.agent import AgentAttention
-from scanvas.backbones.mixers.gla import GatedLinearAttention
 from scanvas.backbones.mixers.hybrid import factor_logit
 from scanvas.backbones.mixers.lina import LinaAttention
 from scanvas.backbones.mixers.linear import LinearAttention
 from scanvas.backbones.mixers.mala import MALAAttention
 from scanvas.backbones.mixers.rala import RALAAttention
 from scanvas.backbones.mixers.retention import RetentionAttention
+from scanvas.backbones.scan import from_order, to_order
 
+from .adapters import find_adapter
 from .calibration_data import call_all
-from .calibration_watch import InPlace, Watch, as_tuple, observe, output_layers
 from .linear_attention_modules import LinearizedLayer
 from .linear_cores import decay_logit
 from .linear_swap import Replacements, add_hooks
@@ -42,13 +41,95 @@ _ADD_A_CONVOLUTION = (
 )
 
 
+def output_layers(layer: nn.Module) -> list[nn.Linear]:
+    """The output projections of an attention: the image's, then the text's."""
+    layers = [getattr(layer, "proj", None), getattr(layer, "to_out", None), getattr(layer, "to_add_out", None)]
+    return [m if isinstance(m, nn.Linear) else m[0] for m in layers if m is not None]
+
+
+def _as_tuple(out: Any) -> tuple[Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)
+
+
+class _InPlace:
+    """A replacement, called with the arguments of the softmax layer as the model will call it: our own denoiser gives
+    a mixer that scans its tokens in the order of its block.
+
+    Args:
+        model: the softmax model.
+        path: of the layer.
+        layer: the replacement.
+    """
+
+    def __init__(self, model: nn.Module, path: str, layer: nn.Module):
+        self.layer, self.order = layer, find_adapter(model).scan_order(model, path, layer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.order == "raster":
+            return self.layer(*args, **kwargs)
+        x, grid = args
+        return from_order(self.layer(*to_order(x, self.order, grid), **kwargs), self.order, grid)
+
+    def in_raster(self, x: Tensor, args: tuple) -> Tensor:
+        """What was seen inside, ``(B, N, C)``, in the order of the softmax layer's tokens."""
+        return x if self.order == "raster" else from_order(x, self.order, args[1])
+
+
+class _Watch:
+    """Keeps what goes through the output projections of a layer while it runs."""
+
+    def __init__(self, layer: nn.Module):
+        self.inputs: dict[int, Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
+        self.handles = [m.register_forward_hook(self._keep(i)) for i, m in enumerate(output_layers(layer))]
+
+    def _keep(self, index: int) -> Callable:
+        def hook(_, args, output):
+            self.inputs[index], self.outputs[index] = args[0].detach(), output.detach()
+
+        return hook
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def observe(model: nn.Module, replacements: Replacements, batches: list, visit: Callable) -> None:
+    """Run the softmax model, and for each of its layers ``visit(path, args, kwargs, output, watch)``."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    handles = add_hooks(model, replacements)
+    watches = {}
+
+    def attach(path: str, layer: nn.Module) -> None:
+        watches[path] = _Watch(layer)
+
+        def hook(_, args, kwargs, output):
+            visit(path, args, kwargs, output, watches[path])
+
+        handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+
+    try:
+        for path in replacements:
+            attach(path, model.get_submodule(path))
+        call_all(model, batches)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for watch in watches.values():
+            watch.close()
+        for module, mode in training.items():
+            module.training = mode
+
+
 def relative_errors(model: nn.Module, replacements: Replacements, batches: list) -> dict[str, float]:
     """Path → squared error of the layer's output, relative to the softmax layer's."""
     sums = {path: [0.0, 0.0] for path in replacements}
 
     def visit(path, args, kwargs, output, _):
-        found = InPlace(model, path, replacements[path])(*args, **kwargs)
-        for got, wanted in zip(as_tuple(found), as_tuple(output)):
+        found = _InPlace(model, path, replacements[path])(*args, **kwargs)
+        for got, wanted in zip(_as_tuple(found), _as_tuple(output)):
             sums[path][0] += (got.double() - wanted.double()).square().sum().item()
             sums[path][1] += wanted.double().square().sum().item()
 
@@ -60,11 +141,8 @@ def calibrate(model: nn.Module, replacements: Replacements, batches: list, inher
     """Fit the replacements in place. Returns path → ``error_before``, ``error_after`` and ``fitted``."""
     before = relative_errors(model, replacements, batches)
     fitted: dict[str, list[str]] = {path: [] for path in replacements}
-    if "v" in inherit:  # decays are compared by errors, to which a wrong scale would be all that there is
-        _fit_norms(model, replacements, batches, fitted)
     _search(model, replacements, batches, fitted)
     if "v" in inherit:
-        _fit_norms(model, replacements, batches, fitted)
         _fit_inside(model, replacements, batches, fitted)
     if "o" not in inherit:
         _fit_output(model, replacements, batches, fitted)
@@ -91,11 +169,11 @@ def _fit_inside(model: nn.Module, replacements: Replacements, batches: list, fit
         if (conv is None and scale is None) or not getattr(layer, "plain_inside", True):
             return
         # Without an output projection (Flux' single blocks) the output itself is what the core gives.
-        targets = [watch.inputs[i] for i in sorted(watch.inputs)] or list(as_tuple(output))
-        own, seen = Watch(layer), []
+        targets = [watch.inputs[i] for i in sorted(watch.inputs)] or list(_as_tuple(output))
+        own, seen = _Watch(layer), []
         if conv is not None:
             handle = conv.register_forward_hook(lambda _, inputs, out: seen.append((inputs[0], inputs[1], out)))
-        got = as_tuple(layer(*args, **kwargs))
+        got = _as_tuple(layer(*args, **kwargs))
         own.close()
         pieces = [own.inputs[i] for i in sorted(own.inputs)] or list(got)
         if conv is not None:
@@ -123,45 +201,6 @@ def _fit_inside(model: nn.Module, replacements: Replacements, batches: list, fit
             conv.bias.copy_(solution[:, -1])
             prefix = "core.conv" if isinstance(layer, LinearizedLayer) else "conv"
             fitted[path] += [f"{prefix}.weight", f"{prefix}.bias"]
-
-
-def _fit_norms(model: nn.Module, replacements: Replacements, batches: list, fitted: dict) -> None:
-    """The weights of the two norms of our gated mixer, ``G ⊙ w₁ a + (1 − G) ⊙ w₂ b``, to what reaches the softmax
-    layer's output projection. They give the result a scale of its own, whatever that of the values is."""
-    gated = {
-        path: layer
-        for path, layer in replacements.items()
-        if isinstance(layer, GatedLinearAttention) and layer.output == "mix" and layer.out_act is None
-    }
-    normal: dict[str, list] = {}
-
-    def visit(path, args, kwargs, output, watch):
-        layer = InPlace(model, path, gated[path])
-        norms = (gated[path].out_norm, gated[path].local_norm)
-        parts = []
-        for norm in norms:  # each by itself, with a weight of one
-            for other in norms:
-                other.weight.fill_(float(other is norm))
-            own = Watch(gated[path])
-            layer(*args, **kwargs)
-            own.close()
-            parts.append(layer.in_raster(own.inputs[0], args).unflatten(-1, (-1, len(norm.weight))).double())
-        wanted = watch.inputs[0].unflatten(-1, (-1, len(norms[0].weight))).double()
-        _add(
-            normal,
-            path,
-            torch.stack([torch.stack([(a * b).sum((0, 1, 2)) for a in parts], -1) for b in parts], -1),
-            torch.stack([(a * wanted).sum((0, 1, 2)) for a in parts], -1),
-        )
-
-    if gated:
-        observe(model, gated, batches, visit)
-    with torch.no_grad():
-        for path, (gram, moment) in normal.items():
-            solution = _solve(gram, moment.unsqueeze(-1)).squeeze(-1)
-            for name, column in zip(("out_norm", "local_norm"), solution.unbind(-1)):
-                getattr(gated[path], name).weight.copy_(column)
-                fitted[path] = list(dict.fromkeys([*fitted[path], f"{name}.weight"]))
 
 
 def _convolution_equations(values: Tensor, target: Tensor, grid: tuple[int, int], size: int) -> tuple[Tensor, Tensor]:
@@ -231,7 +270,7 @@ def _fit_output(model: nn.Module, replacements: Replacements, batches: list, fit
     normal: dict[tuple[str, int], list] = {}
 
     def visit(path, args, kwargs, _, watch):
-        own, layer = Watch(replacements[path]), InPlace(model, path, replacements[path])
+        own, layer = _Watch(replacements[path]), _InPlace(model, path, replacements[path])
         layer(*args, **kwargs)
         own.close()
         for i, features in own.inputs.items():
@@ -283,7 +322,7 @@ def sensitivity(model: nn.Module, replacements: Replacements, batches: list) -> 
         with torch.no_grad():
             wanted = call_all(model, batches)
             for path, layer in replacements.items():
-                called = InPlace(model, path, layer)
+                called = _InPlace(model, path, layer)
                 hook = model.get_submodule(path).register_forward_hook(
                     lambda _, args, kwargs, output, called=called: called(*args, **kwargs), with_kwargs=True
                 )
