@@ -188,7 +188,8 @@ def _launch(x, taps, bias, H, W, K, silu, flip, dtype):
     with torch.cuda.device_of(x):
         _forward_kernel[(programs,)](
             x, taps, taps if bias is None else bias, out, H, W, C, x.stride(0), x.stride(1), K=K,
-            BIAS=bias is not None, SILU=silu, FLIP=flip, BX=BX, BC=BC, num_warps=max(1, min(4, BX * BC // 256)),
+            BIAS=bias is not None, SILU=silu, FLIP=flip, BX=BX, BC=BC,
+            num_warps=max(1, BX * BC // (256 if K < 7 else 128)),  # with fewer the weights of 7×7 do not fit registers
         )  # fmt: skip
     return out
 

@@ -15,7 +15,8 @@ LINEAR_IMPLEMENTATIONS: dict[str, Callable] = {"torch": swiglu}
 if dispatch.TRITON_USABLE:
     from . import triton_swiglu
 
-    LINEAR_IMPLEMENTATIONS["triton"] = triton_swiglu.swiglu
+    if triton_swiglu.SUPPORTED:
+        LINEAR_IMPLEMENTATIONS["triton"] = triton_swiglu.swiglu
 
 
 def _dtypes(x: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]:

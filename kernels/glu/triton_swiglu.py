@@ -1,5 +1,6 @@
 """SwiGLU's first linear layer and product in Triton: ``x Wᵀ`` stays in registers but for what autograd will ask for."""
 
+import inspect
 import math
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from scanvas.kernels.gated.blocks import mm_add
 from .triton import product_backward
 
 DTYPES = (torch.bfloat16, torch.float16)
+SUPPORTED = "flatten" in inspect.signature(tl.range.__init__).parameters  # from Triton 3.3 on
 
 
 @triton.jit(do_not_specialize=["R"])

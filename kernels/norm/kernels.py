@@ -159,7 +159,7 @@ def norm_backward_kernel(
             tl.store(d_x_ptr + raster, d_x.to(d_x_ptr.dtype.element_ty), mask=inside)
         if GATE:
             d_gate += d_x * tl.load(branch_ptr + scan, mask=inside, other=0.0).to(tl.float32)
-        if BRANCH and (GATE or COLUMNS or BACKWARDS):
+        if BRANCH and (GATE or (COLUMNS or BACKWARDS)):  # Triton 3.2 knows no chains
             tl.store(d_branch_ptr + scan, (d_x * gate).to(d_branch_ptr.dtype.element_ty), mask=inside)
     out = partial_ptr + tl.program_id(0).to(tl.int64) * 5 * C + c
     if GATE:
