@@ -21,7 +21,7 @@ import scanvas
 from .bench import _finish, _panels, _shown
 from .errors import ConfigError
 from .evaluate import pick_device
-from .measure import peak_memory, ratio, versions
+from .measure import peak_memory, ratio, seconds_of, versions
 
 
 @dataclass(frozen=True)
@@ -178,13 +178,7 @@ def _measure(model: nn.Module, inputs: dict[str, Any], device: torch.device) -> 
     passes = []
 
     def timed() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        forward()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        passes.append(time.perf_counter() - began)
+        passes.append(seconds_of(forward, device))
 
     try:
         forward()  # compiles and loads what the others need

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from .checkpoint import fresh_file
 from .errors import DataError
 
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's channels
@@ -96,10 +97,8 @@ def _cached(place: Path, source: str) -> list[Tensor] | None:
 
 
 def _keep(place: Path, source: str, tensors: list[Tensor]) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    fresh = place.with_name(f".{os.getpid()}-{place.name}")
-    save_file(dict(zip(_PARTS, tensors)), fresh, {"format": "pt", "source": source})
-    fresh.replace(place)  # whole or not at all: other shards may be looking for it
+    with fresh_file(place) as fresh:  # other shards may be looking for it
+        save_file(dict(zip(_PARTS, tensors)), fresh, {"format": "pt", "source": source})
 
 
 def _files(folder: Path, names: tuple[str, ...]) -> list[Path]:

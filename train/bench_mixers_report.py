@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, stdev
@@ -14,6 +13,7 @@ from scanvas.backbones.mixers import MIXERS
 
 from .bench_mixers_plot import draw
 from .bench_mixers_tables import Rows, of_kind, short_table, table, values
+from .checkpoint import fresh_file
 from .errors import ConfigError
 
 
@@ -37,10 +37,8 @@ def save_rows(rows: Rows, versions: Any, place: Path) -> None:
 
 
 def _write(place: Path, fill: Callable[[Any], Any]) -> None:
-    fresh = place.with_name(f".{os.getpid()}-{place.name}")
-    with fresh.open("w", encoding="utf-8", newline="") as file:
+    with fresh_file(place) as fresh, fresh.open("w", encoding="utf-8", newline="") as file:  # closed before it is moved
         fill(file)
-    fresh.replace(place)
 
 
 def _read(place: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from scanvas.diffusion.linear_neutral import start_neutral
 from .bench_gpu import graphed_ms
 from .bench_mixers_images import Images
 from .bench_mixers_step import Step
+from .checkpoint import fresh_file
 from .config import OptimConfig
 from .distill_losses import Seen, logits
 from .errors import NonFiniteError
@@ -281,11 +281,9 @@ def _place(out: Path, seed: int) -> Path:
 
 
 def _keep(model: nn.Module, reached: float, budget: Budget, place: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    fresh = place.with_name(f".{os.getpid()}-{place.name}")
     tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    save_file(tensors, fresh, {"format": "pt", "budget": budget.text(), "accuracy": repr(reached)})
-    fresh.replace(place)  # whole or not at all: other shards may be looking for it
+    with fresh_file(place) as fresh:  # other shards may be looking for it
+        save_file(tensors, fresh, {"format": "pt", "budget": budget.text(), "accuracy": repr(reached)})
 
 
 def trainings(

@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,19 @@ def _flush(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def fresh_file(place: Path) -> Iterator[Path]:
+    """A path beside ``place`` to write a file to, which then takes its place: whole, or as it was. Processes may do so
+    at the same time. Directories are made as needed."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    fresh = place.with_name(f".{os.getpid()}-{place.name}")
+    try:
+        yield fresh
+        fresh.replace(place)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:

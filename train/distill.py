@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from . import distill_classify, distill_denoise
-from .checkpoint import load_json
+from .checkpoint import fresh_file, load_json
 from .distill_config import DistillConfig, StageConfig, check_config, stage_config
 from .distill_losses import LOSSES, Seen, loss_terms
 from .distill_maps import MapProbe
@@ -172,10 +172,8 @@ class Distillation:
 
 def write_json(path: Path, value: Any) -> None:
     """A small file for people and tables, whole or as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".new-{path.name}")
-    fresh.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(path)
+    with fresh_file(path) as fresh:
+        fresh.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 class DistillTask:

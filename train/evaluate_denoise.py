@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checkpoint import load_tensors, save_tensors
+from .checkpoint import fresh_file, load_tensors, save_tensors
 from .config import from_dict
 from .denoise_config import PaintDataConfig
 from .errors import DataError, UserError
 from .evaluate import pick_device
 from .extract import Extractor
 from .generative_metrics import frechet_distance, kernel_distance, moments, precision_recall
-from .paint_data import Key, PixelItems, WorkerReader, caption_of
+from .paint_data import Key, PixelItems, WorkerReader, caption_of, fingerprint
 from .pictures import save_grid
 from .sample import defaults, load_pipeline, paint
 from .samples import BadImages
@@ -82,7 +80,7 @@ def evaluate_denoiser(
         steps, guidance: by default those of the pictures painted in training.
         grid: a file for a picture of the first hundred.
         real_cache: a directory that keeps the features of the real images for the next pipeline. They are worked out
-            anew for other features, another root, split, number or size of images; not for changed files.
+            anew for other features, another root, split, number or size of images, and for changed files.
 
     Raises:
         UserError: an argument, the data or a checkpoint does not fit.
@@ -195,15 +193,10 @@ def _real_features(extractor: Extractor, wanted: _Wanted, split: str, batch_size
     """Features ``(N, D)`` of the real images; from ``folder`` where it has them, else put there."""
     if folder is None:
         return extractor(wanted.read(batch_size))
-    config = wanted.config
-    about = [extractor.described, str(Path(config.root).absolute()), config.format, config.image_key, split]
-    about += [len(wanted.source), wanted.count, wanted.shape, wanted.channels]
-    digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-    place = Path(folder) / f"real-{digest}.safetensors"
+    about = (extractor.described, wanted.count, wanted.shape, wanted.channels)
+    place = Path(folder) / f"real-{fingerprint(wanted.config, wanted.source, split, Path(folder), *about)}.safetensors"
     if not place.is_file():
         features = extractor(wanted.read(batch_size))
-        place.parent.mkdir(parents=True, exist_ok=True)
-        fresh = place.with_name(f".new-{os.getpid()}-{place.name}")
-        save_tensors({"features": features}, fresh)
-        fresh.replace(place)
+        with fresh_file(place) as fresh:
+            save_tensors({"features": features}, fresh)
     return load_tensors(place)["features"].to(extractor.device)

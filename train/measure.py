@@ -25,11 +25,12 @@ def times(calls: dict[Any, Callable[[], Any]], device: torch.device, *, rounds: 
     for _ in range(rounds):
         for name, call in calls.items():
             call()
-            seconds[name].append(_time(call, device))
+            seconds[name].append(seconds_of(call, device))
     return {name: min(values) for name, values in seconds.items()}
 
 
-def _time(call: Callable[[], Any], device: torch.device) -> float:
+def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call, of which a device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()

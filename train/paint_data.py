@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from .checkpoint import load_tensors, save_tensors
+from .checkpoint import fresh_file, load_tensors, save_tensors
 from .denoise_config import PaintDataConfig
 from .errors import ConfigError, DataError
 from .samples import UNREADABLE, BadImage, quiet_worker, read_image
@@ -233,11 +232,9 @@ class WorkerReader:
 
 def _keep(pixels: Tensor, place: Path) -> None:
     """Write a file of images, whole or not at all; processes may do so at the same time."""
-    fresh = place.with_name(f".new-{os.getpid()}-{place.name}")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors({"pixels": pixels}, fresh)
-        fresh.replace(place)
+        with fresh_file(place) as fresh:
+            save_tensors({"pixels": pixels}, fresh)
     except OSError as error:
         raise DataError(f"data.decoded: cannot write {place}: {error}") from error
 
@@ -253,18 +250,23 @@ def _stamp(place: Path) -> tuple[int, int]:
     return about.st_size, about.st_mtime_ns
 
 
+def fingerprint(config: PaintDataConfig, source: Source, split: str, own: Path, *about: Any) -> str:
+    """A name for what is made of the images of a split, as far as ``about`` tells: another root, split or number, and
+    files that have changed, give another one. What lies in ``own`` does not count."""
+    root, own = Path(config.root).absolute(), own.absolute()
+    told: list[Any] = [str(root), config.format, config.image_key, split, len(source), *about]
+    # None, if the root is a name at a hub.
+    files = (place for place in sorted(root.rglob("*")) if place.is_file() and own not in place.parents)
+    told += [(str(place.relative_to(root)), *_stamp(place)) for place in files]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
 def decoded_place(config: PaintDataConfig, split: str, items: PixelItems) -> Path:
     """The file in ``data.decoded`` that holds the images of a split at their size. Another root, split, number, size or
     colour, and files that have changed, have a file of their own."""
-    root = Path(config.root).absolute()
-    about: list[Any] = [str(root), config.format, config.image_key, split, len(items.source), items.shapes]
-    about.append(items.channels)
-    own = Path(config.decoded).absolute()
-    # None, if the root is a name at a hub.
-    files = (place for place in sorted(root.rglob("*")) if place.is_file() and own not in place.parents)
-    about += [(str(place.relative_to(root)), *_stamp(place)) for place in files]
-    digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-    return Path(config.decoded) / f"{digest}.safetensors"
+    folder = Path(config.decoded)
+    name = fingerprint(config, items.source, split, folder, items.shapes, items.channels)
+    return folder / f"{name}.safetensors"
 
 
 class MemoryReader:
