@@ -1,7 +1,7 @@
 """Depthwise convolution of tokens in Triton, with bias and SiLU, forward and backward.
 
 Bound by memory: each input is read once from it and each output written once; the k² reads of a token by its
-neighbours hit the cache, since a program holds consecutive tokens and channels lie next to each other.
+neighbours hit registers or the cache, since a program holds tokens side by side and channels lie next to each other.
 """
 
 import torch
@@ -17,7 +17,7 @@ GRADIENT_TOKENS, GRADIENT_WARPS = 64, 2  # of a tile whose weight gradients are 
 
 
 @triton.jit
-def _taps(x_ptr, w_ptr, n, c, inside, H, W, C, stride, K: tl.constexpr, FLIP: tl.constexpr, acc):
+def _taps(x_ptr, w_ptr, n, c, inside, H, W, C, stride, K: tl.constexpr, acc):
     """acc + Σ over the window of x·w for tokens ``n`` (BN,) and channels ``c`` (BC,) of one image."""
     row, col = n // W, n % W
     for dy in tl.static_range(K):
@@ -25,8 +25,7 @@ def _taps(x_ptr, w_ptr, n, c, inside, H, W, C, stride, K: tl.constexpr, FLIP: tl
             y, x = row + dy - K // 2, col + dx - K // 2
             ok = inside & ((y >= 0) & (y < H) & (x >= 0) & (x < W))[:, None]
             value = tl.load(x_ptr + (y * W + x).to(tl.int64)[:, None] * stride + c[None, :], mask=ok, other=0.0)
-            tap = (K * K - 1 - dy * K - dx) if FLIP else dy * K + dx
-            weight = tl.load(w_ptr + tap * C + c, mask=c < C, other=0.0).to(tl.float32)
+            weight = tl.load(w_ptr + (dy * K + dx) * C + c, mask=c < C, other=0.0).to(tl.float32)
             acc += value.to(tl.float32) * weight[None, :]
     return acc
 
@@ -148,7 +147,7 @@ def _gradient_kernel(
     gradient = tl.load(d_out_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     if SILU:
         pre = tl.zeros((BN, BC), tl.float32)
-        pre = _taps(image, w_ptr, n, c, inside, H, W, C, x_token, K, False, pre)
+        pre = _taps(image, w_ptr, n, c, inside, H, W, C, x_token, K, pre)
         if BIAS:
             pre += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
         s = sigmoid(pre)
