@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from scanvas.kernels.gated import gated_linear_attention_from_logits
 
 from .measure import ratio
+from .recording import record
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,10 @@ def graphed_ms(call: Callable[[], Any], repeats: int = 10, rounds: int = 5) -> f
         for _ in range(3):
             call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            for _ in range(repeats):
-                call()
+    graph = record(call, stream, repeats)
+    if graph is not None:
         replay = graph.replay
-    except RuntimeError:
-        torch.cuda.synchronize()
+    else:
 
         def replay() -> None:
             for _ in range(repeats):

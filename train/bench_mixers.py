@@ -166,10 +166,13 @@ def _tried(measure: Callable[[dict[str, Any]], None], device: torch.device) -> d
 
 
 def _check_device(device: torch.device, row: dict[str, Any]) -> None:
-    """After an illegal access a process can do nothing more on a GPU: all further rows would fail with it."""
+    """After an illegal access a process can do nothing more on a GPU: all further rows would fail with it. So they
+    would where its generator gives no numbers any more; see recording.py."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
+            torch.rand(1, device=device)
+            torch.cuda.empty_cache()
         except RuntimeError as error:
             raise UserError(
                 f"{device} does not answer this process any more after {row['what']} of {row['mixer']} "

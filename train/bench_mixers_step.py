@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from .recording import no_waiting, record
+
 _PLAIN = 3  # steps before one is recorded: kernels are compiled and chosen, and the optimizer makes its state
 
 
@@ -43,7 +45,7 @@ class Step:
             if group["lr"] is not rate:
                 rate.fill_(group["lr"])  # a graph reads it from where it lies
                 group["lr"] = rate
-        if self._left == 0:
+        if self._left == 0 and self._graph is None:
             self._record()
         if self._graph is not None:
             self._graph.replay()
@@ -52,23 +54,29 @@ class Step:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            self._plain()
+            if self._left == 0:
+                self._rehearse()
+            else:
+                self._plain()
         current.wait_stream(self._stream)
 
     def _plain(self) -> None:
         self._optimizer.zero_grad()
         self._call()
 
+    def _rehearse(self) -> None:
+        """The last step before one is recorded. A recording that fails costs much more than a step that is begun
+        twice: see recording.py."""
+        try:
+            with no_waiting():
+                self._plain()
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            self._left = -1  # never recorded
+            self._plain()
+
     def _record(self) -> None:
         self._optimizer.zero_grad()  # to None: a recorded backward pass makes them anew in every replay
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # a graph has memory of its own
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # On the stream of the calls before: autograd goes on where it has begun.
-            with torch.cuda.graph(graph, stream=self._stream):
-                self._call()
-        except RuntimeError:
-            torch.cuda.synchronize(self._device)
-        else:
-            self._graph = graph
+        # On the stream of the calls before: autograd goes on where it has begun.
+        self._graph = record(self._call, self._stream)
