@@ -14,9 +14,12 @@ from timm.layers import calculate_drop_path_rates, register_notrace_module
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
+from scanvas.kernels.stem import is_fused, stem
+
 from .block import Block, init_linears, reset_parts, swiglu_hidden
 from .convert import convert_vig_checkpoint
 from .mixers import layer_options
+from .mixers.base import is_observed
 from .norm import LayerNorm2d, RMSNorm, block_norm
 from .plain import PatchEmbedBase, PlainBackbone, build_plain, plain_cfg
 
@@ -79,7 +82,24 @@ class PatchEmbed(PatchEmbedBase):
 
     def embed(self, x: Tensor) -> Tensor:
         """``(B, in_chans, H, W)`` → ``(B, dim, H/p, W/p)``; the first convolution chooses the layout."""
-        return self.proj(x)
+        if torch.jit.is_scripting():
+            return self.proj(x)
+        return self._embed(x)
+
+    @torch.jit.unused
+    def _embed(self, x: Tensor) -> Tensor:
+        """The same, with the first three layers as one kernel where they are what they were made as and nothing hooks
+        into their calls."""
+        conv, norm, act, *rest = layers = list(self.proj)
+        as_made = [type(layer) for layer in layers[:3]] == [StemConv, LayerNorm2d, nn.SiLU]
+        if not as_made or not is_fused(x, conv.weight) or any(map(is_observed, (self.proj, conv, norm, act))):
+            return self.proj(x)
+        stride = conv.stride[0]
+        y = stem(x, conv.weight, conv.bias, norm.weight, norm.bias, stride=stride, eps=norm.eps)
+        y = y.transpose(1, 2).unflatten(2, (x.shape[2] // stride, x.shape[3] // stride))
+        for layer in rest:
+            y = layer(y)
+        return y
 
 
 class Vig(PlainBackbone):

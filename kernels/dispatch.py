@@ -26,6 +26,12 @@ def triton_runs_on(device: torch.device) -> bool:
     return TRITON_USABLE and (device.type == "cuda" or (INTERPRETED and device.type == "cpu"))
 
 
+@torch.compiler.assume_constant_result
+def is_hopper(index: int | None) -> bool:
+    """Whether this CUDA device is of the generation that kernels which replace cuBLAS and cuDNN were measured on."""
+    return torch.cuda.get_device_capability(index)[0] == 9
+
+
 def resolve(
     op: str, impl: str, device: torch.device, implementations: Mapping[str, object], dtype: torch.dtype | None = None
 ) -> str:

@@ -4,16 +4,17 @@ import pytest
 import torch
 
 from scanvas.kernels import testing
-from scanvas.kernels.gated import gated_linear_attention, launch
+from scanvas.kernels.gated import gated_linear_attention, launch, plan
 
 BOTH = "gated_linear_attention"
 
 
-@pytest.fixture(params=["segments", "one segment", "fused"])
+@pytest.fixture(params=["segments", "one segment", "fused", "fused segments"])
 def cut(request, monkeypatch):
-    """Cut even short sequences into segments, do not, or take the single launch."""
-    monkeypatch.setattr(launch, "MIN_SEGMENT_CHUNKS", 1 if request.param == "segments" else 4)
-    monkeypatch.setattr(launch, "FUSED_PROGRAMS", 1 if request.param == "fused" else 1 << 30)
+    """Cut even short sequences into segments, do not, take the single launch, or a walk before it."""
+    monkeypatch.setattr(plan, "MIN_SEGMENT_CHUNKS", 1 if request.param == "segments" else 4)
+    monkeypatch.setattr(plan, "FUSED_PROGRAMS", 1 if request.param == "fused" else 1 << 30)
+    monkeypatch.setattr(plan, "MIN_FUSED_CHUNKS", 1 if request.param == "fused segments" else 1 << 30)
 
 
 @pytest.mark.parametrize("N", [1, 37])
@@ -27,11 +28,12 @@ def test_operations(operation, cut):
 
 
 @pytest.mark.parametrize("gate", testing.GATES)
-@pytest.mark.parametrize("fused", [1, 1 << 30], ids=["fused", "chunks"])
-def test_gates(gate, fused, monkeypatch):
+@pytest.mark.parametrize(("programs", "chunks"), [(1, 8), (1 << 30, 1), (1 << 30, 8)], ids=["fused", "cut", "chunks"])
+def test_gates(gate, programs, chunks, monkeypatch):
     """Tiles of 16 tokens here (of 32 the far way takes the interpreter thrice as long)."""
-    monkeypatch.setattr(launch, "FUSED_PROGRAMS", fused)
-    monkeypatch.setattr(launch, "CHUNK", 16)
+    monkeypatch.setattr(plan, "FUSED_PROGRAMS", programs)
+    monkeypatch.setattr(plan, "MIN_FUSED_CHUNKS", chunks)
+    monkeypatch.setattr(plan, "CHUNK", 16)
     testing.check(BOTH, testing.make_inputs(BOTH, 1, 20, 1, 8, 8, gate=gate), "triton", torch.float32)
 
 

@@ -92,7 +92,7 @@ def test_unknown_implementation():
 def test_auto_fuses_where_that_was_measured_to_pay(monkeypatch, change, expected):
     case = {"rows": 65536, "C": 192, "dtype": torch.bfloat16, "device": "cuda", "hopper": True} | change
     monkeypatch.setitem(swiglu.LINEAR_IMPLEMENTATIONS, "triton", None)
-    monkeypatch.setattr(swiglu, "_is_hopper", lambda index: case["hopper"])
+    monkeypatch.setattr(swiglu.dispatch, "is_hopper", lambda index: case["hopper"])
     monkeypatch.setattr(swiglu.dispatch, "autocasts", lambda device: case.get("autocast", False))
     with FakeTensorMode():
         x = torch.empty(1, case["rows"], case["C"], dtype=case["dtype"], device=case["device"])

@@ -15,7 +15,14 @@ import pytest
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(
-    "name", ["gated_interpreted.py", "test_triton_elementwise.py", "test_token_norm.py", "test_triton_linear.py"]
+    "name",
+    [
+        "gated_interpreted.py",
+        "test_triton_elementwise.py",
+        "test_token_norm.py",
+        "test_triton_linear.py",
+        "test_stem.py",
+    ],
 )
 def test_kernels_under_the_interpreter(name):
     file = Path(__file__).with_name(name)

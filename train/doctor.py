@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scanvas.kernels import conv, delta, dispatch, gate, gated, glu, linear, local, norm
+from scanvas.kernels import conv, delta, dispatch, gate, gated, glu, linear, local, norm, stem
 
 # Largest error of output or gradients relative to float64, for each dtype: rounding of inputs, outputs and what lies
 # between, with an ample margin. A wrong kernel is off by orders of magnitude.
@@ -171,6 +171,12 @@ def _cases() -> Iterator[tuple[str, dict[str, Callable], str, Callable, list[Ten
         inputs = [torch.randn(2, 150, C), torch.randn(2 * 96, C) * C**-0.5]
         yield "swiglu_linear", glu.LINEAR_IMPLEMENTATIONS, f"C={C}, D=96", glu.swiglu_linear, inputs
 
+    def start(*tensors, impl):
+        return stem.stem(*tensors, stride=8, impl=impl)
+
+    inputs = [torch.randn(2, 3, 40, 56), torch.randn(96, 3, 9, 9) / 16, *torch.randn(3, 96)]
+    yield "stem", stem.IMPLEMENTATIONS, "40×56, D=96", start, inputs
+
 
 def _relative(actual: Tensor, exact: Tensor) -> float:
     if not actual.isfinite().all():
@@ -178,11 +184,15 @@ def _relative(actual: Tensor, exact: Tensor) -> float:
     return ((actual.double() - exact).norm() / exact.norm().clamp_min(1e-9)).item()
 
 
-def _compare(call: Callable, inputs: list[Tensor], impl: str, device: str, dtype: torch.dtype) -> float:
-    """Largest relative error of the output and of the gradients that are not all but zero."""
-    low = [x.to(device, dtype).requires_grad_() for x in inputs]
-    exact = [x.detach().double().cpu().requires_grad_() for x in low]
+def _compare(
+    call: Callable, inputs: list[Tensor], impl: str, device: str, dtype: torch.dtype, differentiable: bool
+) -> float:
+    """Largest relative error of the output and of the gradients, if any, that are not all but zero."""
+    low = [x.to(device, dtype).requires_grad_(differentiable) for x in inputs]
+    exact = [x.detach().double().cpu().requires_grad_(differentiable) for x in low]
     out, true = call(*low, impl=impl), call(*exact, impl="torch")
+    if not differentiable:
+        return _relative(out.cpu(), true)
     upstream = torch.randn_like(true)
     found = torch.autograd.grad(out, low, upstream.to(device, dtype))
     wanted = torch.autograd.grad(true, exact, upstream.to(dtype).double())
@@ -208,12 +218,12 @@ def examine() -> Iterator[Finding]:
                 if (impl in ("triton", "flex", "fla") and device == "cpu") or (definition and device == "cuda"):
                     continue
                 for dtype, allowed in _ALLOWED.items():
-                    half = impl == "fla" or (op, impl) == ("swiglu_linear", "triton")
+                    half = impl == "fla" or (op, impl) in (("swiglu_linear", "triton"), ("stem", "triton"))
                     if half and dtype == torch.float32:  # these kernels compute in half precision only
                         continue
                     if definition and (dtype != torch.float32 or ("gates" in case and "learned" not in case)):
                         continue
-                    error = _compare(call, inputs, impl, device, dtype)
+                    error = _compare(call, inputs, impl, device, dtype, differentiable=(op, impl) != ("stem", "triton"))
                     yield Finding(op, impl, device, str(dtype).removeprefix("torch."), case, error, allowed)
 
 

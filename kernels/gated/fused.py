@@ -1,11 +1,11 @@
-"""Outputs of whole sequences in one launch. Only ``@triton.jit`` code; README.md draws the algorithm.
+"""Outputs of whole sequences, or of long segments of them. Only ``@triton.jit`` code; README.md draws the algorithm.
 
-One program owns a (batch, head) and walks its chunks twice, from the left with the forward gates and from the right
-with the reverse gates, the state ``(BV, BK)`` in registers. The reverse scan is the forward scan over the tokens in
-reverse order: it walks with negative strides and adds to the outputs of the first walk, which lie in L2, as do its
-inputs.
+One program owns a segment of a (batch, head) and walks its chunks twice, from the left with the forward gates and from
+the right with the reverse gates, the state ``(BV, BK)`` in registers. The reverse scan is the forward scan over the
+tokens in reverse order: it walks with negative strides and adds to the outputs of the first walk, which lie in L2, as
+do its inputs.
 
-The close and the far way are those of chunks.py, where they are explained; here it is whole sequences that are computed
+The close and the far way are those of chunks.py, where they are explained; here it is whole segments that are computed
 anew.
 """
 
@@ -85,7 +85,7 @@ def scan_direction(
     return state, lowest
 
 
-@triton.jit(do_not_specialize=["scale", "N", "H"])
+@triton.jit(do_not_specialize=["scale", "N", "H", "segments", "segment_tokens"])
 def fused_kernel(
     q_ptr, q_batch, q_token, q_head,  # (B, N, H, DK)
     k_ptr, k_batch, k_token, k_head,  # (B, N, H, DK)
@@ -93,50 +93,52 @@ def fused_kernel(
     f_ptr, f_batch, f_token, f_head,  # (B, N, H, DK): forward gates
     r_ptr, r_batch, r_token, r_head,  # (B, N, H, DK): reverse gates, if BIDIRECTIONAL
     out_ptr,  # (B, N, H, DV), contiguous
-    initial_ptr,  # (directions, B·H, DV, BK), if INITIAL
-    final_ptr,  # (directions, B·H, DV, BK), if FINAL
-    lowest_ptr,  # (B·H): lowest sum of gates over a chunk
-    scale, N, H,
+    initial_ptr,  # (directions, B·H, segments, DV, BK), if INITIAL
+    final_ptr,  # (directions, B·H, segments, DV, BK), if FINAL
+    lowest_ptr,  # (B·H, segments): lowest sum of gates over a chunk
+    scale, N, H, segments, segment_tokens,
     CLOSE: tl.constexpr, BIDIRECTIONAL: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
     NORMALIZER: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B·H)."""
-    head = tl.program_id(0).to(tl.int64)
-    lowest_ptr += head
+    """Grid (B·H · segments)."""
+    place = tl.program_id(0).to(tl.int64)
+    lowest_ptr += place
     if not CLOSE:  # noqa: SIM102 - the compiler needs the static condition apart
         if tl.load(lowest_ptr) > -RANGE:
             return
+    head, first = place // segments, place % segments * segment_tokens
     b, h = head // H, head % H
-    q_ptr += b * q_batch + h * q_head
-    k_ptr += b * k_batch + h * k_head
-    v_ptr += b * v_batch + h * v_head
-    f_ptr += b * f_batch + h * f_head
-    out_ptr += (b * N * H + h) * DV
+    q_ptr += b * q_batch + h * q_head + first * q_token
+    k_ptr += b * k_batch + h * k_head + first * k_token
+    v_ptr += b * v_batch + h * v_head + first * v_token
+    f_ptr += b * f_batch + h * f_head + first * f_token
+    out_ptr += ((b * N + first) * H + h) * DV
+    tokens = tl.minimum(segment_tokens, N - first).to(tl.int32)
 
     lowest = tl.zeros((16, BK), tl.float32)
     state = tl.zeros((BV, BK), tl.float32)
     if INITIAL:
-        state += load_state(initial_ptr + head * (DV * BK), 0, 0, DV, BK, BV, BK)
+        state += load_state(initial_ptr + place * (DV * BK), 0, 0, DV, BK, BV, BK)
     state, lowest = scan_direction(
-        q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, f_ptr, f_token, out_ptr, state, lowest, scale, N, H, False,
-        CLOSE, NORMALIZER, DK, DV, L, BK, BV, DT, PREC, STAGES,
+        q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, f_ptr, f_token, out_ptr, state, lowest, scale, tokens, H,
+        False, CLOSE, NORMALIZER, DK, DV, L, BK, BV, DT, PREC, STAGES,
     )  # fmt: skip
     if FINAL:
-        store_state(final_ptr + head * (DV * BK), state, 0, 0, DV, BK, BV, BK)
+        store_state(final_ptr + place * (DV * BK), state, 0, 0, DV, BK, BV, BK)
     if BIDIRECTIONAL:
         tl.debug_barrier()  # outputs are read by other threads than those which wrote them
-        r_ptr += b * r_batch + h * r_head
-        head += tl.num_programs(0)
+        r_ptr += b * r_batch + h * r_head + first * r_token
+        place += tl.num_programs(0)
         state = tl.zeros((BV, BK), tl.float32)
         if INITIAL:
-            state += load_state(initial_ptr + head * (DV * BK), 0, 0, DV, BK, BV, BK)
+            state += load_state(initial_ptr + place * (DV * BK), 0, 0, DV, BK, BV, BK)
         state, lowest = scan_direction(
-            q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, r_ptr, r_token, out_ptr, state, lowest, scale, N, H, True,
-            CLOSE, NORMALIZER, DK, DV, L, BK, BV, DT, PREC, STAGES,
+            q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, r_ptr, r_token, out_ptr, state, lowest, scale, tokens, H,
+            True, CLOSE, NORMALIZER, DK, DV, L, BK, BV, DT, PREC, STAGES,
         )  # fmt: skip
         if FINAL:
-            store_state(final_ptr + head * (DV * BK), state, 0, 0, DV, BK, BV, BK)
+            store_state(final_ptr + place * (DV * BK), state, 0, 0, DV, BK, BV, BK)
     if CLOSE:
         tl.store(lowest_ptr, tl.min(tl.min(lowest, axis=1), axis=0))

@@ -1,113 +1,21 @@
-"""Choose tiles and launch the kernels: tensors in, tensors out, no autograd."""
+"""Launch the kernels: tensors in, tensors out, no autograd."""
 
 from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from .backward import gradient_kernel
 from .chunks import output_kernel
 from .fused import fused_kernel
+from .plan import CHUNK, Plan, fused_plan, make_plan
 from .states import complete_kernel, scan_kernel, walk_kernel
 
-# From FUSED_PROGRAMS (batch, head) pairs on, heads of one tile take the single launch of fused.py.
-FUSED_PROGRAMS = 132
-# With fewer walks than FEW_WALKS the sequence is cut into segments until there are about WANTED_WALKS, none shorter
-# than MIN_SEGMENT_CHUNKS. Constants, not read off the device: the same input gives the same bits on every GPU.
-FEW_WALKS = 528
-WANTED_WALKS = 1056
-MIN_SEGMENT_CHUNKS = 4
 _FAR_BLOCK = 8  # chunks that one program of the far way looks at
-CHUNK = 32  # tokens, at most
 # Stashed states take up to 8 kB a token and head (of 256/256). Where they would need more bytes than this, batch or
 # heads are taken in halves, which are large enough by far to fill a GPU.
 WORKSPACE = 1 << 30
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Tiles and the cut into chunks and segments of one call; ``L``, ``BK``, ``KP``, ``BV``, ``BV2`` as in ``blocks``,
-    ``walk_BK`` the keys' width of the tile of the state that one walk keeps."""
-
-    L: int
-    BK: int
-    KP: int
-    BV: int
-    BV2: int
-    walk_BK: int
-    bfloat16: bool
-    tiles: int
-    chunks: int
-    segments: int
-    segment_chunks: int
-
-    @property
-    def WK(self) -> int:
-        return self.KP * self.BK
-
-    @property
-    def operands(self) -> dict:
-        # Two warps: with four, tiles of 64 rows would go to Hopper's wgmma, whose results Triton 3.6 got wrong in
-        # kernels like these (README.md, history).
-        dtype = tl.bfloat16 if self.bfloat16 else tl.float32
-        return {"L": self.L, "DT": dtype, "PREC": "tf32x3", "num_warps": 2}  # PREC: of float32 operands
-
-    @property
-    def few_registers(self) -> dict:
-        """For kernels which fit into 128 registers and gain by the larger number of programs at a time."""
-        return {"maxnreg": 128 if self.bfloat16 and self.KP == 1 and self.BV2 == 0 else None}
-
-    @property
-    def stash_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.bfloat16 else torch.float32
-
-
-def _bfloat16_operands(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether operands of matrix products are bfloat16. All others are float32, multiplied as three tf32 products:
-    the decays leave float16's range, and a single tf32 product truncates and was less precise than float16."""
-    return {q.dtype, k.dtype, v.dtype} == {torch.bfloat16}
-
-
-def _key_pieces(DK: int, widest: int) -> tuple[int, int]:
-    """Width and number of the pieces of the keys' dimension: least padding first, then the fewest pieces."""
-    widths = [w for w in (16, 32, 64) if w <= widest]
-    BK = min(widths, key=lambda w: (triton.cdiv(DK, w) * w, triton.cdiv(DK, w)))
-    return BK, triton.cdiv(DK, BK)
-
-
-def _value_tiles(DV: int, widest: int) -> tuple[int, int]:
-    """One tile of values, or two of which the second is narrower, so that 72 columns take 80 and not 128."""
-    BV = min(widest, max(16, triton.next_power_of_2(DV)))
-    if DV <= 16:
-        return BV, 0
-    rest = DV - BV // 2 if BV >= DV else DV - BV
-    if BV >= DV:  # try half of it and what remains
-        second = max(16, triton.next_power_of_2(rest))
-        return (BV // 2, second) if BV // 2 + second < BV else (BV, 0)
-    return BV, min(BV, max(16, triton.next_power_of_2(rest)))
-
-
-def make_plan(q: Tensor, k: Tensor, v: Tensor, bidirectional: bool) -> Plan:
-    B, N, H, DK = q.shape
-    DV = v.shape[-1]
-    bfloat16 = _bfloat16_operands(q, k, v)
-    BK, KP = _key_pieces(DK, 32 if bfloat16 else 16)
-    BV, BV2 = _value_tiles(DV, 64 if bfloat16 else 32)
-    L = CHUNK if bfloat16 or (KP == 1 and BV2 == 0) else 16  # float32 takes twice the registers
-    L = min(L, max(16, triton.next_power_of_2(N)))
-    tiles, chunks = triton.cdiv(DV, BV + BV2), triton.cdiv(N, L)
-    # A state of 64×32 takes 32 registers of a thread.
-    widest = 64 if BV + BV2 <= (80 if bfloat16 else 32) else 32
-    walk_BK = min(triton.next_power_of_2(KP * BK), widest)
-    walks = B * H * triton.cdiv(KP * BK, walk_BK) * tiles * (2 if bidirectional else 1)
-    segments = 1
-    if walks < FEW_WALKS:
-        segments = max(1, min(triton.cdiv(WANTED_WALKS, walks), chunks // MIN_SEGMENT_CHUNKS))
-    segment_chunks = triton.cdiv(chunks, segments)
-    segments = triton.cdiv(chunks, segment_chunks)
-    return Plan(L, BK, KP, BV, BV2, walk_BK, bfloat16, tiles, chunks, segments, segment_chunks)
 
 
 def _split(plan: Plan, v: Tensor, walks: int) -> int | None:
@@ -169,15 +77,18 @@ def _to_internal(states, heads: int, DV: int, WK: int, device) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _States:
-    """What walks leave; layouts as in ``walk_kernel``. ``last`` is ``(directions, B·H, DV, WK)``, if wanted."""
+    """What walks leave; layouts as in ``walk_kernel``. ``stash`` and ``lowest`` are there if wanted, so is ``last``,
+    ``(directions, B·H, DV, WK)``; ``incoming`` is ``(directions, B·H, segments, DV, WK)``, of several segments."""
 
-    stash: Tensor
-    lowest: Tensor
+    stash: Tensor | None
+    lowest: Tensor | None
     last: Tensor | None
+    incoming: Tensor | None = None
 
 
-def _walk(x, y, gates, initials, last: bool, normalizer: float, plan: Plan, against: bool) -> _States:
-    """States before every chunk and behind the last, of scans over x, y = k, v or, AGAINST them, over q, dout."""
+def _walk(x, y, gates, initials, last: bool, normalizer: float, plan: Plan, against: bool, stash=True) -> _States:
+    """States before every chunk and behind the last, of scans over x, y = k, v or, AGAINST them, over q, dout. Without
+    ``stash`` only those before every segment and behind the last."""
     B, N, H, DK = x.shape
     DV, heads, directions = y.shape[-1], B * H, len(initials)
     cut = plan.segments > 1
@@ -186,21 +97,24 @@ def _walk(x, y, gates, initials, last: bool, normalizer: float, plan: Plan, agai
         return torch.empty(directions, heads, *shape, dtype=dtype, device=x.device)
 
     pieces = triton.cdiv(plan.WK, plan.walk_BK)
-    stash = empty(plan.chunks, DV, plan.WK, dtype=plan.stash_dtype)
-    lowest = torch.empty(heads, plan.chunks, directions, pieces, dtype=torch.float32, device=x.device)
+    states = lowest = None
+    if stash:
+        states = empty(plan.chunks, DV, plan.WK, dtype=plan.stash_dtype)
+        lowest = torch.empty(heads, plan.chunks, directions, pieces, dtype=torch.float32, device=x.device)
     initial = _to_internal(initials, heads, DV, plan.WK, x.device)
     behind = empty(plan.segments, DV, plan.WK) if cut or last else None
-    reach, decay = (empty(plan.chunks, plan.WK), empty(plan.segments, plan.WK)) if cut else (None, None)
+    reach = empty(plan.chunks, plan.WK) if cut and stash else None
+    decay = empty(plan.segments, plan.WK) if cut else None
     walk_kernel[(heads, pieces * plan.tiles, plan.segments * directions)](
         *_arguments(x), *_arguments(y), *_arguments(gates[0]), *_arguments(gates[-1]),
-        None if cut else initial, stash, lowest, behind, reach, decay,
+        None if cut else initial, states, lowest, behind, reach, decay,
         N, H, plan.chunks, plan.segment_chunks, directions,
-        AGAINST=against, INITIAL=initial is not None and not cut, LAST=behind is not None, CUT=cut,
+        AGAINST=against, INITIAL=initial is not None and not cut, STASH=stash, LAST=behind is not None, CUT=cut,
         NORMALIZER=normalizer, DK=DK, DV=DV, WK=plan.WK, BK=plan.walk_BK, BV=plan.BV, BV2=plan.BV2, STAGES=2,
         **plan.operands, **plan.few_registers,
     )  # fmt: skip
     if not cut:
-        return _States(stash, lowest, behind[:, :, 0] if last else None)
+        return _States(states, lowest, behind[:, :, 0] if last else None)
     incoming, final = empty(plan.segments, DV, plan.WK), empty(DV, plan.WK) if last else None
     rows = min(32, triton.next_power_of_2(DV))
     tiles = (directions * heads * plan.KP, triton.cdiv(DV, rows))
@@ -209,10 +123,11 @@ def _walk(x, y, gates, initials, last: bool, normalizer: float, plan: Plan, agai
         behind, decay, initial, incoming, final, plan.segments, heads,
         AGAINST=against, INITIAL=initial is not None, FINAL=last, num_warps=1, **shape,
     )  # fmt: skip
-    complete_kernel[(*tiles, plan.segments)](
-        stash, reach, incoming, plan.chunks, plan.segments, plan.segment_chunks, num_warps=2, **shape
-    )
-    return _States(stash, lowest, final)
+    if stash:
+        complete_kernel[(*tiles, plan.segments)](
+            states, reach, incoming, plan.chunks, plan.segments, plan.segment_chunks, num_warps=2, **shape
+        )
+    return _States(states, lowest, final, incoming)
 
 
 def _chunks(kernel, plan: Plan, heads: int, *arguments, **constants) -> None:
@@ -243,8 +158,8 @@ def forward(
     B, N, H, DK = q.shape
     DV = v.shape[-1]
     plan = make_plan(q, k, v, bidirectional)
-    fused = B * H >= FUSED_PROGRAMS and plan.KP == plan.tiles == 1 and plan.BV2 == 0
-    if not fused and (dim := _split(plan, v, walks=1 + bidirectional)) is not None:
+    fused = fused_plan(plan, B * H)
+    if fused is None and (dim := _split(plan, v, walks=1 + bidirectional)) is not None:
         arguments = (q, k, v, gate, reverse_gate, initial_state, reverse_initial_state)
         return _in_halves(forward, dim, arguments, range(5, 7), scale, normalizer, return_states)
     q, k, v, gates = _rows(q), _rows(k), _rows(v), _gates(gate, reverse_gate)
@@ -254,16 +169,21 @@ def forward(
     common = {"BIDIRECTIONAL": bidirectional, "NORMALIZER": normalizer, "DK": DK, "DV": DV}
     with torch.cuda.device_of(q):
         tensors = (*_arguments(q), *_arguments(k), *_arguments(v), *_arguments(gates[0]), *_arguments(gates[-1]), out)
-        if fused:
-            lowest = torch.empty(B * H, dtype=torch.float32, device=q.device)
-            initial = _to_internal(initials, B * H, DV, plan.WK, q.device)
-            shape = (len(initials), B * H, DV, plan.WK)
-            last = torch.empty(shape, dtype=torch.float32, device=q.device) if return_states else None
+        if fused is not None:
+            segments = fused.segments
+            if segments > 1:
+                states = _walk(k, v, gates, initials, return_states, normalizer, fused, against=False, stash=False)
+                initial, last = states.incoming, states.last
+            else:
+                initial = _to_internal(initials, B * H, DV, plan.WK, q.device)
+                shape = (len(initials), B * H, DV, plan.WK)
+                last = torch.empty(shape, dtype=torch.float32, device=q.device) if return_states else None
+            lowest = torch.empty(B * H, segments, dtype=torch.float32, device=q.device)
             for close in (True, False):
-                fused_kernel[(B * H,)](
-                    *tensors, initial, last, lowest, scale, N, H,
-                    CLOSE=close, INITIAL=initial is not None, FINAL=return_states, BK=plan.BK, BV=plan.BV, STAGES=2,
-                    **plan.operands, **common,
+                fused_kernel[(B * H * segments,)](
+                    *tensors, initial, last, lowest, scale, N, H, segments, fused.segment_chunks * plan.L,
+                    CLOSE=close, INITIAL=initial is not None, FINAL=return_states and segments == 1, BK=plan.BK,
+                    BV=plan.BV, STAGES=2, **plan.operands, **(plan.fused_registers if close else {}), **common,
                 )  # fmt: skip
         else:
             states = _walk(k, v, gates, initials, return_states, normalizer, plan, against=False)

@@ -22,13 +22,14 @@ def walk_kernel(
     f_ptr, f_batch, f_token, f_head,  # (B, N, H, DK): forward gates
     r_ptr, r_batch, r_token, r_head,  # (B, N, H, DK): reverse gates
     initial_ptr,  # (directions, B·H, DV, WK), if INITIAL
-    stash_ptr,  # (directions, B·H, chunks, DV, WK): the state before each chunk, ready for use (below)
-    lowest_ptr,  # (B·H, chunks, directions, pieces): the lowest sum of gates over a chunk
+    stash_ptr,  # (directions, B·H, chunks, DV, WK): the state before each chunk, ready for use (below), if STASH
+    lowest_ptr,  # (B·H, chunks, directions, pieces): the lowest sum of gates over a chunk, if STASH
     last_ptr,  # (directions, B·H, segments, DV, WK): the state behind each segment, if LAST
-    reach_ptr,  # (directions, B·H, chunks, WK): what of the state before the segment reaches a chunk, if CUT
+    reach_ptr,  # (directions, B·H, chunks, WK): what of the state before the segment reaches a chunk, if CUT and STASH
     decay_ptr,  # (directions, B·H, segments, WK): binary logarithm of what of it reaches the end, if CUT
     N, H, chunks, segment_chunks, directions,
-    AGAINST: tl.constexpr, INITIAL: tl.constexpr, LAST: tl.constexpr, CUT: tl.constexpr, NORMALIZER: tl.constexpr,
+    AGAINST: tl.constexpr, INITIAL: tl.constexpr, STASH: tl.constexpr, LAST: tl.constexpr, CUT: tl.constexpr,
+    NORMALIZER: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, WK: tl.constexpr, L: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BV2: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -37,7 +38,7 @@ def walk_kernel(
 
     Where a chunk is to be computed the close way its factors are relative to the middle of its decay; the state is
     stored with the half that leads there. If the sequence is CUT, walks start from zero and ``complete_kernel`` adds
-    what the state before the segment contributes."""
+    what the state before the segment contributes. Without STASH only the states behind segments are wanted."""
     PIECES: tl.constexpr = (WK + BK - 1) // BK
     head = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1) % PIECES
@@ -78,16 +79,18 @@ def walk_kernel(
         y = load_tile(y_ptr, chunk, N, y_token, first_v, DV, L, BV).to(DT)
         g = log_decay(load_tile(g_ptr, chunk, N, g_token, piece * BK, DK, L, BK), chunk, N, NORMALIZER, L, DT)
         total = tl.sum(g.to(tl.float32), axis=0)
-        lowest = tl.min(total, axis=0)
-        start = tl.where(lowest > -RANGE, 0.5, 0.0) * total
-        here = row * chunks + chunk
-        ready = tl.exp2(start)[None, :]
-        store_state(stash_ptr + here * (DV * WK), state * ready, first_v, piece * BK, DV, WK, BV, BK)
-        if BV2:
-            store_state(stash_ptr + here * (DV * WK), state2 * ready, first_v + BV, piece * BK, DV, WK, BV2, BK)
-        tl.store(lowest_ptr + ((head * chunks + chunk) * directions + direction) * PIECES + piece, lowest)
+        if STASH:
+            lowest = tl.min(total, axis=0)
+            start = tl.where(lowest > -RANGE, 0.5, 0.0) * total
+            here = row * chunks + chunk
+            ready = tl.exp2(start)[None, :]
+            store_state(stash_ptr + here * (DV * WK), state * ready, first_v, piece * BK, DV, WK, BV, BK)
+            if BV2:
+                store_state(stash_ptr + here * (DV * WK), state2 * ready, first_v + BV, piece * BK, DV, WK, BV2, BK)
+            tl.store(lowest_ptr + ((head * chunks + chunk) * directions + direction) * PIECES + piece, lowest)
+            if CUT:
+                tl.store(reach_ptr + here * WK + k, tl.exp2(elapsed + start), mask=k < WK)
         if CUT:
-            tl.store(reach_ptr + here * WK + k, tl.exp2(elapsed + start), mask=k < WK)
             elapsed += total
         weighted = (x.to(tl.float32) * tl.exp2(sums(tl.where(weights, 1.0, 0.0), g, PREC))).to(DT)
         decay = tl.exp2(total)[None, :]

@@ -29,11 +29,6 @@ def _dtypes(x: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]:
     return first, second
 
 
-@torch.compiler.assume_constant_result
-def _is_hopper(index: int | None) -> bool:
-    return torch.cuda.get_device_capability(index)[0] == 9
-
-
 def swiglu_is_fused(x: Tensor, weight: Tensor) -> bool:
     """Whether ``swiglu_linear`` takes one kernel of its own accord.
 
@@ -55,7 +50,7 @@ def swiglu_is_fused(x: Tensor, weight: Tensor) -> bool:
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False
     (width, C), rows = weight.shape, x.numel() // max(1, x.shape[-1])
-    return C <= 768 and C % 64 == 0 and rows * width >= 2**24 and _is_hopper(x.device.index)
+    return C <= 768 and C % 64 == 0 and rows * width >= 2**24 and dispatch.is_hopper(x.device.index)
 
 
 def swiglu_linear(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor:
