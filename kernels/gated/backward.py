@@ -27,6 +27,7 @@ from .blocks import (
     mm_add,
     precise_sums,
     store_tile,
+    strides,
 )
 from .chunks import close_factors, far_factors, from_middle, is_far, place
 
@@ -76,8 +77,9 @@ def gradients_of_chunk(
     program, q_ptr, q_batch, q_token, q_head, k_ptr, k_batch, k_token, k_head, v_ptr, v_batch, v_token, v_head,
     f_ptr, f_batch, f_token, f_head, r_ptr, r_batch, r_token, r_head, dout_ptr, dout_batch, dout_token, dout_head,
     dq_ptr, dk_ptr, df_ptr, dr_ptr, dv_ptr, stash_ptr, gradient_ptr, lowest_ptr,
-    scale, N, H, heads, chunks, tile_stride,
+    scale, N, H, heads, chunks,
     CLOSE: tl.constexpr, BIDIRECTIONAL: tl.constexpr, NOTED: tl.constexpr, NORMALIZER: tl.constexpr,
+    UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BV2: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -86,27 +88,27 @@ def gradients_of_chunk(
     head, chunk, tile = place(program, heads, chunks)
     first_v = tile * (BV + BV2)
     b, h = head // H, head % H
-    q_ptr += b * q_batch + h * q_head
-    k_ptr += b * k_batch + h * k_head
-    v_ptr += b * v_batch + h * v_head
-    f_ptr += b * f_batch + h * f_head
-    r_ptr += b * r_batch + h * r_head
-    dout_ptr += b * dout_batch + h * dout_head
-    narrow = tile.to(tl.int64) * tile_stride + (b * N * H + h) * DK
+    q_ptr += (b * q_batch + h * q_head) * UNIT_K
+    k_ptr += (b * k_batch + h * k_head) * UNIT_K
+    v_ptr += (b * v_batch + h * v_head) * UNIT_V
+    f_ptr += (b * f_batch + h * f_head) * UNIT_K
+    r_ptr += (b * r_batch + h * r_head) * UNIT_K
+    dout_ptr += (b * dout_batch + h * dout_head) * UNIT_V
+    narrow = ((tile * (heads // H) + b) * N * H + h) * DK
     dv_ptr += (b * N * H + h) * DV
     NOTES: tl.constexpr = (KP + NOTED - 1) // NOTED
     lowest_ptr += (head * chunks + chunk) * (DIRECTIONS * NOTES)
     i = tl.arange(0, L)[:, None]
     j = tl.arange(0, L)[None, :]
 
-    v = load_tile(v_ptr, chunk, N, v_token, first_v, DV, L, BV).to(DT)
-    dout = load_tile(dout_ptr, chunk, N, dout_token, first_v, DV, L, BV).to(DT)
+    v = load_tile(v_ptr, chunk, N, v_token * UNIT_V, first_v, DV, L, BV).to(DT)
+    dout = load_tile(dout_ptr, chunk, N, dout_token * UNIT_V, first_v, DV, L, BV).to(DT)
     p = mm(dout, tl.trans(v), PREC)
     p_t = mm(v, tl.trans(dout), PREC)
     dv = tl.zeros((L, BV), tl.float32)
     if BV2:
-        v2 = load_tile(v_ptr, chunk, N, v_token, first_v + BV, DV, L, BV2).to(DT)
-        dout2 = load_tile(dout_ptr, chunk, N, dout_token, first_v + BV, DV, L, BV2).to(DT)
+        v2 = load_tile(v_ptr, chunk, N, v_token * UNIT_V, first_v + BV, DV, L, BV2).to(DT)
+        dout2 = load_tile(dout_ptr, chunk, N, dout_token * UNIT_V, first_v + BV, DV, L, BV2).to(DT)
         p = mm_add(dout2, tl.trans(v2), p, PREC)
         p_t = mm_add(v2, tl.trans(dout2), p_t, PREC)
         dv2 = tl.zeros((L, BV2), tl.float32)
@@ -115,8 +117,8 @@ def gradients_of_chunk(
         above, above_t = masked(j >= i, p, DT), masked(i >= j, p_t, DT)
     scores_t = tl.zeros((L, L), tl.float32)
     for piece in tl.static_range(KP):
-        q = load_tile(q_ptr, chunk, N, q_token, piece * BK, DK, L, BK)
-        k = load_tile(k_ptr, chunk, N, k_token, piece * BK, DK, L, BK)
+        q = load_tile(q_ptr, chunk, N, q_token * UNIT_K, piece * BK, DK, L, BK)
+        k = load_tile(k_ptr, chunk, N, k_token * UNIT_K, piece * BK, DK, L, BK)
         dq = tl.zeros((L, BK), tl.float32)
         dk = tl.zeros((L, BK), tl.float32)
         if not CLOSE:
@@ -125,9 +127,9 @@ def gradients_of_chunk(
             dk = DIRECTIONS * mm(tl.where(i == j, p_t, 0.0).to(DT), q.to(DT), PREC)
         for direction in tl.static_range(DIRECTIONS):
             if direction == 1:
-                gate = load_tile(r_ptr, chunk, N, r_token, piece * BK, DK, L, BK)
+                gate = load_tile(r_ptr, chunk, N, r_token * UNIT_K, piece * BK, DK, L, BK)
             else:
-                gate = load_tile(f_ptr, chunk, N, f_token, piece * BK, DK, L, BK)
+                gate = load_tile(f_ptr, chunk, N, f_token * UNIT_K, piece * BK, DK, L, BK)
             g = log_decay(gate, chunk, N, NORMALIZER, L, DT)
             here = ((direction * heads + head) * chunks + chunk) * (DV * WK)
             state = load_state(stash_ptr + here, first_v, piece * BK, DV, WK, BV, BK)
@@ -187,7 +189,7 @@ def gradients_of_chunk(
         store_tile(dv_ptr, dv2 * scale, chunk, N, H * DV, first_v + BV, DV, L, BV2)
 
 
-@triton.jit(do_not_specialize=["scale", "N", "H", "heads", "chunks", "tile_stride", "programs"])
+@triton.jit(do_not_specialize=["scale", "N", "H", "heads", "chunks", "programs", *strides("q k v f r dout")])
 def gradient_kernel(
     q_ptr, q_batch, q_token, q_head,  # (B, N, H, DK)
     k_ptr, k_batch, k_token, k_head,  # (B, N, H, DK)
@@ -199,8 +201,9 @@ def gradient_kernel(
     dv_ptr,  # (B, N, H, DV), contiguous
     stash_ptr, gradient_ptr,  # states, and their gradients over scale, as walk_kernel has left them
     lowest_ptr,
-    scale, N, H, heads, chunks, tile_stride, programs,
+    scale, N, H, heads, chunks, programs,
     CLOSE: tl.constexpr, BIDIRECTIONAL: tl.constexpr, NOTED: tl.constexpr, NORMALIZER: tl.constexpr,
+    UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BV2: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, FAR_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -211,8 +214,8 @@ def gradient_kernel(
             tl.program_id(0), q_ptr, q_batch, q_token, q_head, k_ptr, k_batch, k_token, k_head, v_ptr, v_batch,
             v_token, v_head, f_ptr, f_batch, f_token, f_head, r_ptr, r_batch, r_token, r_head, dout_ptr, dout_batch,
             dout_token, dout_head, dq_ptr, dk_ptr, df_ptr, dr_ptr, dv_ptr, stash_ptr, gradient_ptr, lowest_ptr, scale,
-            N, H, heads, chunks, tile_stride, CLOSE, BIDIRECTIONAL, NOTED, NORMALIZER, DK, DV, KP, L, BK, BV, BV2, DT,
-            PREC,
+            N, H, heads, chunks, CLOSE, BIDIRECTIONAL, NOTED, NORMALIZER, UNIT_K, UNIT_V, DK, DV, KP, L, BK, BV,
+            BV2, DT, PREC,
         )  # fmt: skip
     else:
         first = tl.program_id(0) * FAR_BLOCK
@@ -222,6 +225,6 @@ def gradient_kernel(
                     program, q_ptr, q_batch, q_token, q_head, k_ptr, k_batch, k_token, k_head, v_ptr, v_batch,
                     v_token, v_head, f_ptr, f_batch, f_token, f_head, r_ptr, r_batch, r_token, r_head, dout_ptr,
                     dout_batch, dout_token, dout_head, dq_ptr, dk_ptr, df_ptr, dr_ptr, dv_ptr, stash_ptr, gradient_ptr,
-                    lowest_ptr, scale, N, H, heads, chunks, tile_stride, CLOSE, BIDIRECTIONAL, NOTED, NORMALIZER, DK,
-                    DV, KP, L, BK, BV, BV2, DT, PREC,
+                    lowest_ptr, scale, N, H, heads, chunks, CLOSE, BIDIRECTIONAL, NOTED, NORMALIZER, UNIT_K, UNIT_V,
+                    DK, DV, KP, L, BK, BV, BV2, DT, PREC,
                 )  # fmt: skip

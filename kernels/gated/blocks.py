@@ -22,6 +22,12 @@ _COMPILED = tl.constexpr(not INTERPRETED)
 _LOWEST = tl.constexpr(-1e6)
 
 
+def strides(tensors: str) -> list[str]:
+    """Names of the strides of these tensors. They come in units that are constants, which is all Triton need know of
+    them: they are not specialised, or a stride of one unit would be a constant, too, and of another type."""
+    return [f"{tensor}_{axis}" for tensor in tensors.split() for axis in ("batch", "token", "head")]
+
+
 @triton.jit
 def hidden_zero(chunk):
     """Zero, but not to the compiler. Added to indices in a loop over chunks it keeps offsets and masks from being

@@ -26,6 +26,7 @@ from .blocks import (
     mm,
     mm_add,
     store_tile,
+    strides,
 )
 
 
@@ -90,17 +91,18 @@ def output_of_chunk(
     f_ptr, f_batch, f_token, f_head, r_ptr, r_batch, r_token, r_head, out_ptr,
     stash_ptr, lowest_ptr, scale, N, H, heads, chunks,
     CLOSE: tl.constexpr, BIDIRECTIONAL: tl.constexpr, NOTED: tl.constexpr, NORMALIZER: tl.constexpr,
+    UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BV2: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     head, chunk, tile = place(program, heads, chunks)
     first_v = tile * (BV + BV2)
     b, h = head // H, head % H
-    q_ptr += b * q_batch + h * q_head
-    k_ptr += b * k_batch + h * k_head
-    v_ptr += b * v_batch + h * v_head
-    f_ptr += b * f_batch + h * f_head
-    r_ptr += b * r_batch + h * r_head
+    q_ptr += (b * q_batch + h * q_head) * UNIT_K
+    k_ptr += (b * k_batch + h * k_head) * UNIT_K
+    v_ptr += (b * v_batch + h * v_head) * UNIT_V
+    f_ptr += (b * f_batch + h * f_head) * UNIT_K
+    r_ptr += (b * r_batch + h * r_head) * UNIT_K
     out_ptr += (b * N * H + h) * DV
     WK: tl.constexpr = KP * BK
     DIRECTIONS: tl.constexpr = 2 if BIDIRECTIONAL else 1
@@ -114,15 +116,15 @@ def output_of_chunk(
     if BV2:
         out2 = tl.zeros((L, BV2), tl.float32)
     for piece in tl.static_range(KP):
-        q = load_tile(q_ptr, chunk, N, q_token, piece * BK, DK, L, BK)
-        k = load_tile(k_ptr, chunk, N, k_token, piece * BK, DK, L, BK)
+        q = load_tile(q_ptr, chunk, N, q_token * UNIT_K, piece * BK, DK, L, BK)
+        k = load_tile(k_ptr, chunk, N, k_token * UNIT_K, piece * BK, DK, L, BK)
         if not CLOSE:
             scores += DIRECTIONS * tl.where(i == j, mm(q.to(DT), tl.trans(k.to(DT)), PREC), 0.0)
         for direction in tl.static_range(DIRECTIONS):
             if direction == 0:
-                g = load_tile(f_ptr, chunk, N, f_token, piece * BK, DK, L, BK)
+                g = load_tile(f_ptr, chunk, N, f_token * UNIT_K, piece * BK, DK, L, BK)
             else:
-                g = load_tile(r_ptr, chunk, N, r_token, piece * BK, DK, L, BK)
+                g = load_tile(r_ptr, chunk, N, r_token * UNIT_K, piece * BK, DK, L, BK)
             g = log_decay(g, chunk, N, NORMALIZER, L, DT)
             if CLOSE:
                 q_g, k_g, _, _ = close_factors(q, k, g, direction == 1, L, DT, PREC)
@@ -146,14 +148,14 @@ def output_of_chunk(
         if BIDIRECTIONAL:
             scores += tl.where(j >= i, reverse_scores, 0.0)
     scores = scores.to(DT)
-    v = load_tile(v_ptr, chunk, N, v_token, first_v, DV, L, BV).to(DT)
+    v = load_tile(v_ptr, chunk, N, v_token * UNIT_V, first_v, DV, L, BV).to(DT)
     store_tile(out_ptr, mm_add(scores, v, out, PREC) * scale, chunk, N, H * DV, first_v, DV, L, BV)
     if BV2:
-        v2 = load_tile(v_ptr, chunk, N, v_token, first_v + BV, DV, L, BV2).to(DT)
+        v2 = load_tile(v_ptr, chunk, N, v_token * UNIT_V, first_v + BV, DV, L, BV2).to(DT)
         store_tile(out_ptr, mm_add(scores, v2, out2, PREC) * scale, chunk, N, H * DV, first_v + BV, DV, L, BV2)
 
 
-@triton.jit(do_not_specialize=["scale", "N", "H", "heads", "chunks", "programs"])
+@triton.jit(do_not_specialize=["scale", "N", "H", "heads", "chunks", "programs", *strides("q k v f r")])
 def output_kernel(
     q_ptr, q_batch, q_token, q_head,  # (B, N, H, DK)
     k_ptr, k_batch, k_token, k_head,  # (B, N, H, DK)
@@ -164,6 +166,7 @@ def output_kernel(
     stash_ptr, lowest_ptr,  # as walk_kernel has left them; NOTED pieces of the keys' dimension share a note
     scale, N, H, heads, chunks, programs,
     CLOSE: tl.constexpr, BIDIRECTIONAL: tl.constexpr, NOTED: tl.constexpr, NORMALIZER: tl.constexpr,
+    UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BV2: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, FAR_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -174,8 +177,8 @@ def output_kernel(
         output_of_chunk(
             tl.program_id(0), q_ptr, q_batch, q_token, q_head, k_ptr, k_batch, k_token, k_head, v_ptr, v_batch,
             v_token, v_head, f_ptr, f_batch, f_token, f_head, r_ptr, r_batch, r_token, r_head, out_ptr, stash_ptr,
-            lowest_ptr, scale, N, H, heads, chunks, CLOSE, BIDIRECTIONAL, NOTED, NORMALIZER, DK, DV, KP, L, BK, BV, BV2,
-            DT, PREC,
+            lowest_ptr, scale, N, H, heads, chunks, CLOSE, BIDIRECTIONAL, NOTED, NORMALIZER, UNIT_K, UNIT_V,
+            DK, DV, KP, L, BK, BV, BV2, DT, PREC,
         )  # fmt: skip
     else:
         first = tl.program_id(0) * FAR_BLOCK
@@ -184,6 +187,6 @@ def output_kernel(
                 output_of_chunk(
                     program, q_ptr, q_batch, q_token, q_head, k_ptr, k_batch, k_token, k_head, v_ptr, v_batch,
                     v_token, v_head, f_ptr, f_batch, f_token, f_head, r_ptr, r_batch, r_token, r_head, out_ptr,
-                    stash_ptr, lowest_ptr, scale, N, H, heads, chunks, CLOSE, BIDIRECTIONAL, NOTED, NORMALIZER, DK, DV,
-                    KP, L, BK, BV, BV2, DT, PREC,
+                    stash_ptr, lowest_ptr, scale, N, H, heads, chunks, CLOSE, BIDIRECTIONAL, NOTED, NORMALIZER, UNIT_K,
+                    UNIT_V, DK, DV, KP, L, BK, BV, BV2, DT, PREC,
                 )  # fmt: skip

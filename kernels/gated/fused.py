@@ -25,6 +25,7 @@ from .blocks import (
     mm_add,
     store_state,
     store_tile,
+    strides,
 )
 from .chunks import close_factors, far_factors, far_scores
 
@@ -85,7 +86,7 @@ def scan_direction(
     return state, lowest
 
 
-@triton.jit(do_not_specialize=["scale", "N", "H", "segments", "segment_tokens"])
+@triton.jit(do_not_specialize=["scale", "N", "H", "segments", "segment_tokens", *strides("q k v f r")])
 def fused_kernel(
     q_ptr, q_batch, q_token, q_head,  # (B, N, H, DK)
     k_ptr, k_batch, k_token, k_head,  # (B, N, H, DK)
@@ -98,11 +99,11 @@ def fused_kernel(
     lowest_ptr,  # (B·H, segments): lowest sum of gates over a chunk
     scale, N, H, segments, segment_tokens,
     CLOSE: tl.constexpr, BIDIRECTIONAL: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
-    NORMALIZER: tl.constexpr,
+    NORMALIZER: tl.constexpr, UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B·H · segments)."""
+    """Grid (B·H · segments). Strides come in units, see ``launch``."""
     place = tl.program_id(0).to(tl.int64)
     lowest_ptr += place
     if not CLOSE:  # noqa: SIM102 - the compiler needs the static condition apart
@@ -110,11 +111,14 @@ def fused_kernel(
             return
     head, first = place // segments, place % segments * segment_tokens
     b, h = head // H, head % H
-    q_ptr += b * q_batch + h * q_head + first * q_token
-    k_ptr += b * k_batch + h * k_head + first * k_token
-    v_ptr += b * v_batch + h * v_head + first * v_token
-    f_ptr += b * f_batch + h * f_head + first * f_token
+    q_ptr += (b * q_batch + h * q_head + first * q_token) * UNIT_K
+    k_ptr += (b * k_batch + h * k_head + first * k_token) * UNIT_K
+    v_ptr += (b * v_batch + h * v_head + first * v_token) * UNIT_V
+    f_ptr += (b * f_batch + h * f_head + first * f_token) * UNIT_K
     out_ptr += ((b * N + first) * H + h) * DV
+    q_token *= UNIT_K
+    k_token *= UNIT_K
+    v_token *= UNIT_V
     tokens = tl.minimum(segment_tokens, N - first).to(tl.int32)
 
     lowest = tl.zeros((16, BK), tl.float32)
@@ -122,21 +126,21 @@ def fused_kernel(
     if INITIAL:
         state += load_state(initial_ptr + place * (DV * BK), 0, 0, DV, BK, BV, BK)
     state, lowest = scan_direction(
-        q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, f_ptr, f_token, out_ptr, state, lowest, scale, tokens, H,
-        False, CLOSE, NORMALIZER, DK, DV, L, BK, BV, DT, PREC, STAGES,
+        q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, f_ptr, f_token * UNIT_K, out_ptr, state, lowest, scale, tokens,
+        H, False, CLOSE, NORMALIZER, DK, DV, L, BK, BV, DT, PREC, STAGES,
     )  # fmt: skip
     if FINAL:
         store_state(final_ptr + place * (DV * BK), state, 0, 0, DV, BK, BV, BK)
     if BIDIRECTIONAL:
         tl.debug_barrier()  # outputs are read by other threads than those which wrote them
-        r_ptr += b * r_batch + h * r_head + first * r_token
+        r_ptr += (b * r_batch + h * r_head + first * r_token) * UNIT_K
         place += tl.num_programs(0)
         state = tl.zeros((BV, BK), tl.float32)
         if INITIAL:
             state += load_state(initial_ptr + place * (DV * BK), 0, 0, DV, BK, BV, BK)
         state, lowest = scan_direction(
-            q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, r_ptr, r_token, out_ptr, state, lowest, scale, tokens, H,
-            True, CLOSE, NORMALIZER, DK, DV, L, BK, BV, DT, PREC, STAGES,
+            q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, r_ptr, r_token * UNIT_K, out_ptr, state, lowest, scale,
+            tokens, H, True, CLOSE, NORMALIZER, DK, DV, L, BK, BV, DT, PREC, STAGES,
         )  # fmt: skip
         if FINAL:
             store_state(final_ptr + place * (DV * BK), state, 0, 0, DV, BK, BV, BK)

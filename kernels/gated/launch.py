@@ -1,5 +1,6 @@
 """Launch the kernels: tensors in, tensors out, no autograd."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +41,14 @@ def _in_halves(function, dim: int, arguments: tuple, states: range, *rest) -> tu
     return tuple(None if x is None else torch.cat((x, y), d) for x, y, d in zip(first, second, dims))
 
 
-def _arguments(x: Tensor) -> tuple[Tensor, int, int, int]:
-    return x, x.stride(0), x.stride(1), x.stride(2)
+def _unit(*tensors: Tensor) -> int:
+    """The power of two, at most 16, that divides the strides of all. Kernels are given strides in this unit: Triton by
+    itself sees only whether a stride is a multiple of 16, and would load heads of 36 or 72 element by element."""
+    return math.gcd(16, *(stride for x in tensors for stride in x.stride()[:3]))
+
+
+def _arguments(x: Tensor, unit: int) -> tuple[Tensor, int, int, int]:
+    return x, *(stride // unit for stride in x.stride()[:3])
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -97,6 +104,7 @@ def _walk(x, y, gates, initials, last: bool, normalizer: float, plan: Plan, agai
         return torch.empty(directions, heads, *shape, dtype=dtype, device=x.device)
 
     pieces = triton.cdiv(plan.WK, plan.walk_BK)
+    narrow, wide = _unit(x, *gates), _unit(y)
     states = lowest = None
     if stash:
         states = empty(plan.chunks, DV, plan.WK, dtype=plan.stash_dtype)
@@ -106,12 +114,12 @@ def _walk(x, y, gates, initials, last: bool, normalizer: float, plan: Plan, agai
     reach = empty(plan.chunks, plan.WK) if cut and stash else None
     decay = empty(plan.segments, plan.WK) if cut else None
     walk_kernel[(heads, pieces * plan.tiles, plan.segments * directions)](
-        *_arguments(x), *_arguments(y), *_arguments(gates[0]), *_arguments(gates[-1]),
+        *_arguments(x, narrow), *_arguments(y, wide), *_arguments(gates[0], narrow), *_arguments(gates[-1], narrow),
         None if cut else initial, states, lowest, behind, reach, decay,
         N, H, plan.chunks, plan.segment_chunks, directions,
         AGAINST=against, INITIAL=initial is not None and not cut, STASH=stash, LAST=behind is not None, CUT=cut,
-        NORMALIZER=normalizer, DK=DK, DV=DV, WK=plan.WK, BK=plan.walk_BK, BV=plan.BV, BV2=plan.BV2, STAGES=2,
-        **plan.operands, **plan.few_registers,
+        NORMALIZER=normalizer, UNIT_K=narrow, UNIT_V=wide, DK=DK, DV=DV,
+        WK=plan.WK, BK=plan.walk_BK, BV=plan.BV, BV2=plan.BV2, STAGES=2, **plan.operands, **plan.few_registers,
     )  # fmt: skip
     if not cut:
         return _States(states, lowest, behind[:, :, 0] if last else None)
@@ -166,9 +174,12 @@ def forward(
     scale = scale / 2 if bidirectional else scale
     out = torch.empty(B, N, H, DV, dtype=v.dtype, device=q.device)
     initials = (initial_state, reverse_initial_state)[: 1 + bidirectional]
-    common = {"BIDIRECTIONAL": bidirectional, "NORMALIZER": normalizer, "DK": DK, "DV": DV}
+    narrow, wide = _unit(q, k, *gates), _unit(v)
+    common = {"BIDIRECTIONAL": bidirectional, "NORMALIZER": normalizer, "UNIT_K": narrow, "UNIT_V": wide}
+    common |= {"DK": DK, "DV": DV}
     with torch.cuda.device_of(q):
-        tensors = (*_arguments(q), *_arguments(k), *_arguments(v), *_arguments(gates[0]), *_arguments(gates[-1]), out)
+        pairs = (q, narrow), (k, narrow), (v, wide), (gates[0], narrow), (gates[-1], narrow)
+        tensors = (*(part for pair in pairs for part in _arguments(*pair)), out)
         if fused is not None:
             segments = fused.segments
             if segments > 1:
@@ -225,24 +236,26 @@ def backward(
     q, k, v, d_out, gates = _rows(q), _rows(k), _rows(v), _rows(d_out), _gates(gate, reverse_gate)
     with torch.cuda.device_of(q):
         # Over several tiles of v the gradients of q, k and the gates are sums over the tiles.
-        def narrow(like: Tensor) -> Tensor:
+        def over_tiles(like: Tensor) -> Tensor:
             dtype = like.dtype if plan.tiles == 1 else torch.float32
             return torch.empty(plan.tiles, B, N, H, DK, dtype=dtype, device=q.device)
 
-        dq, dk, df = narrow(q), narrow(k), narrow(gate)
-        dr = narrow(reverse_gate) if bidirectional else df
+        dq, dk, df = over_tiles(q), over_tiles(k), over_tiles(gate)
+        dr = over_tiles(reverse_gate) if bidirectional else df
         dv = torch.empty(B, N, H, DV, dtype=v.dtype, device=q.device)
         initials = (initial_state, reverse_initial_state)[: 1 + bidirectional]
         grads = [None if x is None else x / scale for x in (d_final, d_reverse_final)[: 1 + bidirectional]]
         wanted = any(x is not None for x in initials)
         states = _walk(k, v, gates, initials, False, normalizer, plan, against=False)
         gradients = _walk(q, d_out, gates, grads, wanted, normalizer, plan, against=True)
+        narrow, wide = _unit(q, k, *gates), _unit(v, d_out)
+        pairs = (q, narrow), (k, narrow), (v, wide), (gates[0], narrow), (gates[-1], narrow), (d_out, wide)
+        tensors = [part for pair in pairs for part in _arguments(*pair)]
         _chunks(
             gradient_kernel, plan, B * H,
-            *_arguments(q), *_arguments(k), *_arguments(v), *_arguments(gates[0]), *_arguments(gates[-1]),
-            *_arguments(d_out), dq, dk, df, dr, dv, states.stash, gradients.stash, states.lowest,
-            scale, N, H, B * H, plan.chunks, dq.stride(0),
-            BIDIRECTIONAL=bidirectional, NORMALIZER=normalizer, DK=DK, DV=DV,
+            *tensors, dq, dk, df, dr, dv, states.stash, gradients.stash, states.lowest,
+            scale, N, H, B * H, plan.chunks,
+            BIDIRECTIONAL=bidirectional, NORMALIZER=normalizer, UNIT_K=narrow, UNIT_V=wide, DK=DK, DV=DV,
         )  # fmt: skip
 
     def whole(x: Tensor, like: Tensor) -> Tensor:

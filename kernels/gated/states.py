@@ -12,10 +12,10 @@ x, y = q, dout. No exponent is positive and none is a difference.
 import triton
 import triton.language as tl
 
-from .blocks import RANGE, load_state, load_tile, log_decay, mm_add, store_state, sums
+from .blocks import RANGE, load_state, load_tile, log_decay, mm_add, store_state, strides, sums
 
 
-@triton.jit(do_not_specialize=["N", "H", "chunks", "segment_chunks", "directions"])
+@triton.jit(do_not_specialize=["N", "H", "chunks", "segment_chunks", "directions", *strides("x y f r")])
 def walk_kernel(
     x_ptr, x_batch, x_token, x_head,  # (B, N, H, DK)
     y_ptr, y_batch, y_token, y_head,  # (B, N, H, DV)
@@ -29,12 +29,12 @@ def walk_kernel(
     decay_ptr,  # (directions, B·H, segments, WK): binary logarithm of what of it reaches the end, if CUT
     N, H, chunks, segment_chunks, directions,
     AGAINST: tl.constexpr, INITIAL: tl.constexpr, STASH: tl.constexpr, LAST: tl.constexpr, CUT: tl.constexpr,
-    NORMALIZER: tl.constexpr,
+    NORMALIZER: tl.constexpr, UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, WK: tl.constexpr, L: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BV2: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (B·H, pieces of WK · tiles of v, segments · directions). One program walks a segment in the order of its
-    scan, or AGAINST it.
+    scan, or AGAINST it. Strides come in units, see ``launch``.
 
     Where a chunk is to be computed the close way its factors are relative to the middle of its decay; the state is
     stored with the half that leads there. If the sequence is CUT, walks start from zero and ``complete_kernel`` adds
@@ -46,14 +46,16 @@ def walk_kernel(
     direction = tl.program_id(2) % directions
     segment = tl.program_id(2) // directions
     b, h = head // H, head % H
-    x_ptr += b * x_batch + h * x_head
-    y_ptr += b * y_batch + h * y_head
+    x_ptr += (b * x_batch + h * x_head) * UNIT_K
+    y_ptr += (b * y_batch + h * y_head) * UNIT_V
+    x_token *= UNIT_K
+    y_token *= UNIT_V
     if direction == 0:
-        g_ptr = f_ptr + b * f_batch + h * f_head
-        g_token = f_token
+        g_ptr = f_ptr + (b * f_batch + h * f_head) * UNIT_K
+        g_token = f_token * UNIT_K
     else:
-        g_ptr = r_ptr + b * r_batch + h * r_head
-        g_token = r_token
+        g_ptr = r_ptr + (b * r_batch + h * r_head) * UNIT_K
+        g_token = r_token * UNIT_K
     row = direction * tl.num_programs(0) + head
     leftward = (direction == 1) != AGAINST
     i = tl.arange(0, L)[:, None]
