@@ -13,7 +13,7 @@ from scanvas.kernels.activation import sigmoid, silu
 
 PIXELS = 16  # of a tile of the forward kernel, in each of its four rows
 WIDEST = 7  # kernel that the forward kernel knows
-GRADIENT_TOKENS, GRADIENT_WARPS = 64, 2  # of a tile whose weight gradients are summed in one program
+GRADIENT_TOKENS, GRADIENT_WARPS = 32, 1  # of a tile whose weight gradients are summed in one program
 
 
 @triton.jit

@@ -10,8 +10,8 @@ from scanvas.kernels.tiles import Cut, shares, tile
 
 from .places import by_token, gate_offset
 
-FORWARD = Cut()
-BACKWARD = Cut()
+FORWARD = Cut(elements=1024, warps=2)
+BACKWARD = Cut(elements=1024, warps=2)
 
 
 @triton.jit

@@ -190,11 +190,13 @@ def forward(
                 shape = (len(initials), B * H, DV, plan.WK)
                 last = torch.empty(shape, dtype=torch.float32, device=q.device) if return_states else None
             lowest = torch.empty(B * H, segments, dtype=torch.float32, device=q.device)
+            programs = B * H * segments
             for close in (True, False):
-                fused_kernel[(B * H * segments,)](
+                registers = fused.fused_registers(programs) if close else {}
+                fused_kernel[(programs,)](
                     *tensors, initial, last, lowest, scale, N, H, segments, fused.segment_chunks * plan.L,
                     CLOSE=close, INITIAL=initial is not None, FINAL=return_states and segments == 1, BK=plan.BK,
-                    BV=plan.BV, STAGES=2, **plan.operands, **(plan.fused_registers if close else {}), **common,
+                    BV=plan.BV, STAGES=2, **plan.operands, **registers, **common,
                 )  # fmt: skip
         else:
             states = _walk(k, v, gates, initials, return_states, normalizer, plan, against=False)

@@ -10,9 +10,11 @@ from torch import Tensor
 # From FUSED_PROGRAMS (batch, head) pairs on, heads of one tile take the single launch of fused.py. With fewer, long
 # sequences are cut into segments until there are at most SEGMENT_PROGRAMS, none shorter than MIN_FUSED_CHUNKS.
 FUSED_PROGRAMS = 132
-SEGMENT_PROGRAMS = 1056
+SEGMENT_PROGRAMS = 792
 MIN_FUSED_CHUNKS = 8
-# Registers of a thread of fused.py for bfloat16: six programs of two warps to a multiprocessor instead of four.
+# With more than MANY_PROGRAMS, which is four to each of an H200's multiprocessors and all that fit with their registers
+# unlimited, threads of fused.py get FUSED_REGISTERS, for bfloat16: then six fit, which gains more than it spills.
+MANY_PROGRAMS = 528
 FUSED_REGISTERS = 168
 # With fewer walks than FEW_WALKS the sequence is cut into segments until there are about WANTED_WALKS, none shorter
 # than MIN_SEGMENT_CHUNKS. Constants, not read off the device: the same input gives the same bits on every GPU.
@@ -59,9 +61,8 @@ class Plan:
         """For kernels which fit into 128 registers and gain by the larger number of programs at a time."""
         return {"maxnreg": 128 if self.bfloat16 and self.KP == 1 and self.BV2 == 0 else None}
 
-    @property
-    def fused_registers(self) -> dict:
-        return {"maxnreg": FUSED_REGISTERS if self.bfloat16 else None}
+    def fused_registers(self, programs: int) -> dict:
+        return {"maxnreg": FUSED_REGISTERS if self.bfloat16 and programs > MANY_PROGRAMS else None}
 
     @property
     def stash_dtype(self) -> torch.dtype:

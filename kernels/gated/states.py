@@ -12,7 +12,7 @@ x, y = q, dout. No exponent is positive and none is a difference.
 import triton
 import triton.language as tl
 
-from .blocks import RANGE, load_state, load_tile, log_decay, mm_add, store_state, strides, sums
+from .blocks import RANGE, column_sums, load_state, load_tile, log_decay, mm_add, store_state, strides, sums
 
 
 @triton.jit(do_not_specialize=["N", "H", "chunks", "segment_chunks", "directions", *strides("x y f r")])
@@ -80,7 +80,7 @@ def walk_kernel(
         x = load_tile(x_ptr, chunk, N, x_token, piece * BK, DK, L, BK)
         y = load_tile(y_ptr, chunk, N, y_token, first_v, DV, L, BV).to(DT)
         g = log_decay(load_tile(g_ptr, chunk, N, g_token, piece * BK, DK, L, BK), chunk, N, NORMALIZER, L, DT)
-        total = tl.sum(g.to(tl.float32), axis=0)
+        total = tl.max(column_sums(g, 16, PREC), axis=0)  # of equal rows: no threads of another warp to wait for
         if STASH:
             lowest = tl.min(total, axis=0)
             start = tl.where(lowest > -RANGE, 0.5, 0.0) * total

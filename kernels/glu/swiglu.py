@@ -32,25 +32,26 @@ def _dtypes(x: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]:
 def swiglu_is_fused(x: Tensor, weight: Tensor) -> bool:
     """Whether ``swiglu_linear`` takes one kernel of its own accord.
 
-    On an H200 in bfloat16, against cuBLAS and ``silu_product_`` (rows, C, D: microseconds of both, ratio)::
+    On an H200 in bfloat16, against cuBLAS and ``silu_product_`` (rows, C, D: microseconds of both, ratio; the latter
+    with ``x Wᵀ`` written for autograd)::
 
-        65,536 192   512:  78, 106, 1.36        16,384   768 2,048:   181,   194, 1.07
-        50,176 384 1,024: 162, 202, 1.25        65,536 1,152 3,072: 1,608, 1,587, 0.99
-        12,544 384 1,024:  43,  57, 1.33
+        65,536 192   512:  61, 106, 1.73; 1.20        16,384   768 2,048:   172,   196, 1.14; 0.97
+        12,544 192   512:  15,  23, 1.59; 1.20        50,176   768 2,048:   566,   633, 1.12; 0.98
+        50,176 384 1,024: 149, 203, 1.37; 1.10        65,536 1,152 3,072: 1,602, 1,808, 1.13; 0.95
+        12,544 384 1,024:  39,  58, 1.47; 1.18         3,136   384 1,024:    15,    16, 1.04; 0.88
 
     What is saved is time to write and read ``x Wᵀ``, a share of the whole that falls with C, while cuBLAS is the better
-    at the matrix product. Where autograd wants ``x Wᵀ``, and it is written, nothing is gained (0.93 to 1.06).
-    Fewer rows, and other chips, were not measured.
+    at the matrix product. Other chips were not measured.
     """
     if "triton" not in LINEAR_IMPLEMENTATIONS or x.device.type != "cuda" or weight.device != x.device:
         return False
     dtype, other = _dtypes(x, weight)
     if dtype != other or dtype not in (torch.bfloat16, torch.float16):
         return False
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return False
     (width, C), rows = weight.shape, x.numel() // max(1, x.shape[-1])
-    return C <= 768 and C % 64 == 0 and rows * width >= 2**24 and dispatch.is_hopper(x.device.index)
+    kept = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    fits = C % 64 == 0 and C <= (384 if kept else 1152) and rows * width >= 2**23
+    return fits and dispatch.is_hopper(x.device.index)
 
 
 def swiglu_linear(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor:

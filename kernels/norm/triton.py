@@ -17,7 +17,7 @@ from .kernels import norm_backward_kernel, norm_kernel
 from .reference import Norm
 
 FORWARD = Cut()
-BACKWARD = Cut()
+BACKWARD = Cut(elements=1024, warps=4)
 
 
 def _tile(C: int, cut: Cut) -> dict[str, int]:

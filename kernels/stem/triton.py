@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from scanvas.kernels.activation import silu
 from scanvas.kernels.gated.blocks import mm_add
 
-PATCHES, WARPS, STAGES = 64, 4, 3  # of a program
+PATCHES, WARPS, STAGES = 64, 4, 4  # of a program
 DTYPES = (torch.bfloat16, torch.float16)
 
 
