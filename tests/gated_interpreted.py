@@ -15,6 +15,7 @@ def cut(request, monkeypatch):
     monkeypatch.setattr(plan, "MIN_SEGMENT_CHUNKS", 1 if request.param == "segments" else 4)
     monkeypatch.setattr(plan, "FUSED_PROGRAMS", 1 if request.param == "fused" else 1 << 30)
     monkeypatch.setattr(plan, "MIN_FUSED_CHUNKS", 1 if request.param == "fused segments" else 1 << 30)
+    monkeypatch.setattr(plan, "MANY_PROGRAMS", 1)
 
 
 @pytest.mark.parametrize("N", [1, 37])
@@ -33,6 +34,7 @@ def test_gates(gate, programs, chunks, monkeypatch):
     """Tiles of 16 tokens here (of 32 the far way takes the interpreter thrice as long)."""
     monkeypatch.setattr(plan, "FUSED_PROGRAMS", programs)
     monkeypatch.setattr(plan, "MIN_FUSED_CHUNKS", chunks)
+    monkeypatch.setattr(plan, "MANY_PROGRAMS", 1)
     monkeypatch.setattr(plan, "CHUNK", 16)
     testing.check(BOTH, testing.make_inputs(BOTH, 1, 20, 1, 8, 8, gate=gate), "triton", torch.float32)
 

@@ -7,13 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# From FUSED_PROGRAMS (batch, head) pairs on, heads of one tile take the single launch of fused.py. With fewer, long
-# sequences are cut into segments until there are at most SEGMENT_PROGRAMS, none shorter than MIN_FUSED_CHUNKS.
+# Heads of one tile take the single launch of fused.py from FUSED_PROGRAMS (batch, head) pairs on. With fewer than
+# ENOUGH_PROGRAMS, long sequences are first cut into segments, none shorter than MIN_FUSED_CHUNKS, to make up to
+# SEGMENT_PROGRAMS of them; if not even MANY_PROGRAMS come of it, a chunk a program is done sooner.
 FUSED_PROGRAMS = 132
+ENOUGH_PROGRAMS = 264
 SEGMENT_PROGRAMS = 792
-MIN_FUSED_CHUNKS = 8
-# With more than MANY_PROGRAMS, which is four to each of an H200's multiprocessors and all that fit with their registers
-# unlimited, threads of fused.py get FUSED_REGISTERS, for bfloat16: then six fit, which gains more than it spills.
+MIN_FUSED_CHUNKS = 6
+# MANY_PROGRAMS are four to each of an H200's multiprocessors, and all that fit with their registers unlimited. If there
+# are more, threads of fused.py get FUSED_REGISTERS, for bfloat16: then six fit, which gains more than spills lose.
 MANY_PROGRAMS = 528
 FUSED_REGISTERS = 168
 # With fewer walks than FEW_WALKS the sequence is cut into segments until there are about WANTED_WALKS, none shorter
@@ -117,7 +119,9 @@ def fused_plan(plan: Plan, heads: int) -> Plan | None:
     """The same tiles, with the segments that programs of ``fused_kernel`` take; ``None`` where it does not serve."""
     if plan.KP > 1 or plan.tiles > 1 or plan.BV2:
         return None
-    if heads >= FUSED_PROGRAMS:
-        return plan.cut(1)
-    segments = min(SEGMENT_PROGRAMS // heads, plan.chunks // MIN_FUSED_CHUNKS)
-    return plan.cut(segments) if segments > 1 else None
+    if heads < ENOUGH_PROGRAMS:
+        segments = min(SEGMENT_PROGRAMS // heads, plan.chunks // MIN_FUSED_CHUNKS)
+        cut = plan.cut(max(1, segments))
+        if cut.segments > 1 and heads * cut.segments >= MANY_PROGRAMS:
+            return cut
+    return plan.cut(1) if heads >= FUSED_PROGRAMS else None
