@@ -8,8 +8,11 @@ import itertools
 import pytest
 import torch
 
-from scanvas.kernels import testing
+from scanvas.kernels import dispatch, testing
 from scanvas.kernels.gated import gated_linear_attention, gated_linear_attention_from_logits
+
+if dispatch.TRITON_USABLE:
+    from scanvas.kernels.gated import plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -37,11 +40,14 @@ def test_operations(operation, dtype):
     check(inputs(2, 197, 2, 32, 64, operation=operation), dtype, operation)
 
 
-@pytest.mark.parametrize("batch", [1, 67], ids=["chunks", "fused"])
+@pytest.mark.parametrize(("batch", "segments"), [(1, False), (67, False), (1, True)], ids=["chunks", "fused", "cut"])
 @pytest.mark.parametrize("gate", testing.GATES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gates(gate, dtype, batch):
-    """From 132 (batch, head) pairs on the forward is a single launch."""
+def test_gates(gate, dtype, batch, segments, monkeypatch):
+    """From 132 (batch, head) pairs on the forward is a single launch; of long sequences, one after a walk."""
+    if segments:
+        monkeypatch.setattr(plan, "MIN_FUSED_CHUNKS", 1)
+        monkeypatch.setattr(plan, "MANY_PROGRAMS", 1)
     check(inputs(batch, 99, 2, 16 if dtype != torch.bfloat16 else 32, 32, gate=gate), dtype)
 
 
