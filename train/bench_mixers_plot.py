@@ -9,7 +9,7 @@ _KINDS = {  # of a point: what the legend calls it, and how it is marked
     "scan": ("scans along the tokens", {"color": "C1", "marker": "^"}),
     "other": ("others", {"color": "C0", "marker": "o"}),
 }
-_TICKS = "123457"  # first digits that are written at the axis of throughput
+_TICKS = "12357"  # first digits that are written at the axis of throughput
 
 
 def draw(points: dict[str, tuple[float, float, float, str]], throughput: str, place: Path) -> None:
@@ -56,7 +56,7 @@ def draw(points: dict[str, tuple[float, float, float, str]], throughput: str, pl
             left = x + distance * unit * right - (width if right < 0 else width / 2 if right == 0 else 0)
             low = y + distance * unit * up - height / 2
             box = (left, low, left + width, low + height)
-            if not any(_cover(box, other) for other in boxes) and _inside(box, figure.bbox.extents):
+            if not any(_cover(box, other) for other in boxes) and _inside(box, axis.bbox.extents):
                 break
         boxes.append(box)
         label.set_position((left, low + height / 2))
