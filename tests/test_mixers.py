@@ -113,15 +113,18 @@ class Holder(nn.Module):
 
 @pytest.mark.parametrize("name", MIXERS)
 @torch.no_grad()
-def test_training_mode_export_script_and_offload(name):
-    """Nothing depends on the mode; nothing reads a weight but the module that has it, when it is called. (Compilers and
-    graphs with a dynamic batch: tests/test_backbones_export.py, on typical mixers.)"""
+def test_training_mode_export_script_trace_and_offload(name):
+    """Nothing depends on the mode, or on there being an image; nothing reads a weight but the module that has it, when
+    it is called. (Compilers and graphs with a dynamic batch: tests/test_backbones_export.py, on typical mixers.)"""
     accelerate = pytest.importorskip("accelerate")
     model, x = Holder(build(name, dtype=torch.float32)), tokens((3, 4), 1, dtype=torch.float32)
     expected = model(x)
     assert torch.equal(model.train()(x), expected)
     model.eval()
     torch.testing.assert_close(torch.jit.script(model)(x), expected, atol=1e-5, rtol=1e-5)
+    traced = torch.jit.trace(model, x, check_trace=False)
+    torch.testing.assert_close(traced(x.flip(0)), expected.flip(0), atol=1e-5, rtol=1e-5)
+    assert model(x[:0]).shape == (0, *expected.shape[1:])
     if name not in TYPICAL:
         program = torch.export.export(model, (x,)).module()
         torch.testing.assert_close(program(x.flip(0)), expected.flip(0), atol=1e-5, rtol=1e-5)

@@ -62,6 +62,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, erase: Tensor, s
     """Arguments and result as ``recurrent``."""
     dtype, result = sum_dtype(q, k, v, log_decay, erase), v.dtype
     N = q.shape[1]
+    if torch.jit.is_tracing():  # to a tracer sizes are tensors
+        N = int(N)
     size = min(_CHUNK, 1 << (N - 1).bit_length())
     q, k, v, log_decay, erase = (_split(x, size, dtype) for x in (q * scale, k, v, log_decay, erase))
     scores, inverse, inclusive, exclusive = _tree(q, k, erase, log_decay)

@@ -111,6 +111,8 @@ def _chunked(q, k, v, log_decays, starts, scale, dtype, chunk_size):
         result = factorised(q, k, v, log_decays, starts, scale, dtype, chunk_size)
         if result is not None:
             return result
+    if torch.jit.is_tracing():  # to a tracer sizes are tensors
+        N = int(N)
     size = chunk_size or _least_padding(N)
     q, k, v = (split(x, size, dtype) for x in (q, k, v))
     scores, parts = _tree(q * (scale / len(log_decays)), k, v, [split(g, size, dtype) for g in log_decays])

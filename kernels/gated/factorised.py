@@ -63,7 +63,7 @@ def factorised(
     decays = [split(g, size, dtype) for g in log_decays]
     sums = [g.cumsum(-2) for g in decays]
     totals = [g[..., -1, :] for g in sums]
-    if min(total.detach().min() for total in totals) < RANGE:
+    if q.numel() and min(total.detach().min() for total in totals) < RANGE:
         return None
 
     q, k, v = (split(x, size, dtype).contiguous() for x in (q, k, v))
