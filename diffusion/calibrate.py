@@ -4,23 +4,23 @@ Layers are teacher-forced: each sees the inputs that the softmax model gives it.
 of a core, and an output projection that was not inherited, are fitted one after the other; nothing is trained.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scanvas.backbones.mixers.agent import AgentAttention
+from scanvas.backbones.mixers.gla import GatedLinearAttention
 from scanvas.backbones.mixers.hybrid import factor_logit
 from scanvas.backbones.mixers.lina import LinaAttention
 from scanvas.backbones.mixers.linear import LinearAttention
 from scanvas.backbones.mixers.mala import MALAAttention
 from scanvas.backbones.mixers.rala import RALAAttention
 from scanvas.backbones.mixers.retention import RetentionAttention
-from scanvas.backbones.scan import from_order, to_order
 
-from .adapters import find_adapter
 from .calibration_data import call_all
+from .calibration_watch import InPlace, Watch, add, observe, output_layers, solve
 from .linear_attention_modules import LinearizedLayer
 from .linear_cores import decay_logit
 from .linear_swap import Replacements, add_hooks
@@ -29,7 +29,6 @@ _TEMPERATURES = (1.0, 0.25, 0.5, 2.0, 4.0, 8.0)
 _DECAYS = (0.5, 0.9, 0.99, 0.9999)
 _FACTORS = (0.01, 0.5, 0.9, 0.99)
 _SCALES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
-_RIDGE = 1e-6
 # Mixers in whose output projection goes the attention plus a convolution of all channels of the image.
 _ADD_A_CONVOLUTION = (
     AgentAttention,
@@ -41,86 +40,8 @@ _ADD_A_CONVOLUTION = (
 )
 
 
-def output_layers(layer: nn.Module) -> list[nn.Linear]:
-    """The output projections of an attention: the image's, then the text's."""
-    layers = [getattr(layer, "proj", None), getattr(layer, "to_out", None), getattr(layer, "to_add_out", None)]
-    return [m if isinstance(m, nn.Linear) else m[0] for m in layers if m is not None]
-
-
 def _as_tuple(out: Any) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
-
-
-class _InPlace:
-    """A replacement, called with the arguments of the softmax layer as the model will call it: our own denoiser gives
-    a mixer that scans its tokens in the order of its block.
-
-    Args:
-        model: the softmax model.
-        path: of the layer.
-        layer: the replacement.
-    """
-
-    def __init__(self, model: nn.Module, path: str, layer: nn.Module):
-        self.layer, self.order = layer, find_adapter(model).scan_order(model, path, layer)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.order == "raster":
-            return self.layer(*args, **kwargs)
-        x, grid = args
-        return from_order(self.layer(*to_order(x, self.order, grid), **kwargs), self.order, grid)
-
-    def in_raster(self, x: Tensor, args: tuple) -> Tensor:
-        """What was seen inside, ``(B, N, C)``, in the order of the softmax layer's tokens."""
-        return x if self.order == "raster" else from_order(x, self.order, args[1])
-
-
-class _Watch:
-    """Keeps what goes through the output projections of a layer while it runs."""
-
-    def __init__(self, layer: nn.Module):
-        self.inputs: dict[int, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}
-        self.handles = [m.register_forward_hook(self._keep(i)) for i, m in enumerate(output_layers(layer))]
-
-    def _keep(self, index: int) -> Callable:
-        def hook(_, args, output):
-            self.inputs[index], self.outputs[index] = args[0].detach(), output.detach()
-
-        return hook
-
-    def close(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
-@torch.no_grad()
-def observe(model: nn.Module, replacements: Replacements, batches: list, visit: Callable) -> None:
-    """Run the softmax model, and for each of its layers ``visit(path, args, kwargs, output, watch)``."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    handles = add_hooks(model, replacements)
-    watches = {}
-
-    def attach(path: str, layer: nn.Module) -> None:
-        watches[path] = _Watch(layer)
-
-        def hook(_, args, kwargs, output):
-            visit(path, args, kwargs, output, watches[path])
-
-        handles.append(layer.register_forward_hook(hook, with_kwargs=True))
-
-    try:
-        for path in replacements:
-            attach(path, model.get_submodule(path))
-        call_all(model, batches)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for watch in watches.values():
-            watch.close()
-        for module, mode in training.items():
-            module.training = mode
 
 
 def relative_errors(model: nn.Module, replacements: Replacements, batches: list) -> dict[str, float]:
@@ -128,7 +49,7 @@ def relative_errors(model: nn.Module, replacements: Replacements, batches: list)
     sums = {path: [0.0, 0.0] for path in replacements}
 
     def visit(path, args, kwargs, output, _):
-        found = _InPlace(model, path, replacements[path])(*args, **kwargs)
+        found = InPlace(model, path, replacements[path])(*args, **kwargs)
         for got, wanted in zip(_as_tuple(found), _as_tuple(output)):
             sums[path][0] += (got.double() - wanted.double()).square().sum().item()
             sums[path][1] += wanted.double().square().sum().item()
@@ -141,8 +62,11 @@ def calibrate(model: nn.Module, replacements: Replacements, batches: list, inher
     """Fit the replacements in place. Returns path → ``error_before``, ``error_after`` and ``fitted``."""
     before = relative_errors(model, replacements, batches)
     fitted: dict[str, list[str]] = {path: [] for path in replacements}
+    if "v" in inherit:  # the decay is searched with outputs of the right size, which depends on it
+        _fit_norms(model, replacements, batches, fitted)
     _search(model, replacements, batches, fitted)
     if "v" in inherit:
+        _fit_norms(model, replacements, batches, fitted)
         _fit_inside(model, replacements, batches, fitted)
     if "o" not in inherit:
         _fit_output(model, replacements, batches, fitted)
@@ -170,7 +94,7 @@ def _fit_inside(model: nn.Module, replacements: Replacements, batches: list, fit
             return
         # Without an output projection (Flux' single blocks) the output itself is what the core gives.
         targets = [watch.inputs[i] for i in sorted(watch.inputs)] or list(_as_tuple(output))
-        own, seen = _Watch(layer), []
+        own, seen = Watch(layer), []
         if conv is not None:
             handle = conv.register_forward_hook(lambda _, inputs, out: seen.append((inputs[0], inputs[1], out)))
         got = _as_tuple(layer(*args, **kwargs))
@@ -182,10 +106,10 @@ def _fit_inside(model: nn.Module, replacements: Replacements, batches: list, fit
             tokens = values.shape[0] // targets[0].shape[0] * values.shape[1]
             # In one stream the image comes last.
             residual = (targets[0] - pieces[0])[:, -tokens:].reshape(values.shape).double() + local.double()
-            _add(normal, path, *_convolution_equations(values.double(), residual, grid, conv.kernel_size[0]))
+            add(normal, path, *_convolution_equations(values.double(), residual, grid, conv.kernel_size[0]))
         else:
             got_all, wanted = (torch.cat([t.flatten(0, -2) for t in ts]).double() for ts in (pieces, targets))
-            _add(normal, path, (got_all * got_all).sum(0), (got_all * wanted).sum(0))
+            add(normal, path, (got_all * got_all).sum(0), (got_all * wanted).sum(0))
 
     observe(model, replacements, batches, visit)
     with torch.no_grad():
@@ -196,11 +120,53 @@ def _fit_inside(model: nn.Module, replacements: Replacements, batches: list, fit
                 layer.core.scale.mul_((moment / gram.clamp_min(1e-12)).to(layer.core.scale.dtype))
                 fitted[path].append("core.scale")
                 continue
-            solution = _solve(gram, moment.unsqueeze(-1)).squeeze(-1)
+            solution = solve(gram, moment.unsqueeze(-1)).squeeze(-1)
             conv.weight.copy_(solution[:, :-1].view_as(conv.weight))
             conv.bias.copy_(solution[:, -1])
             prefix = "core.conv" if isinstance(layer, LinearizedLayer) else "conv"
             fitted[path] += [f"{prefix}.weight", f"{prefix}.bias"]
+
+
+def _fit_norms(model: nn.Module, replacements: Replacements, batches: list, fitted: dict) -> None:
+    """The two norms of our denoiser's gated mixer, by least squares to the softmax layer's output, which with the
+    decays and the gate as they are is linear in the norms' weights. An RMSNorm makes vectors of one size, where a
+    softmax gives averages of values, which are smaller."""
+    mixers = {
+        path: layer
+        for path, layer in replacements.items()
+        if isinstance(layer, GatedLinearAttention) and layer.local_norm is not None
+    }
+    if not mixers:
+        return
+    normal: dict[str, list] = {}
+
+    def visit(path, args, kwargs, output, _):
+        mixer, inside = mixers[path], []
+        norms = (mixer.out_norm, mixer.local_norm)
+        placed, watch = InPlace(model, path, mixer), Watch(mixer)
+        for weights in ((1.0, 0.0), (0.0, 1.0)):  # the parts of the output that the two scale
+            for norm, weight in zip(norms, weights):
+                nn.init.constant_(norm.weight, weight)
+            placed(*args, **kwargs)
+            inside.append(placed.in_raster(watch.inputs[0], args).flatten(0, -2).double())
+        watch.close()
+        x, layer = torch.cat(inside, dim=1), output_layers(mixer)[0]
+        wanted = output.flatten(0, -2).double() - (0 if layer.bias is None else layer.bias.double())
+        through = layer.weight.double().repeat(1, 2)
+        # All heads share a norm: (2, heads, width) columns, summed over the heads.
+        shape = (2, mixer.num_heads, -1)
+        gram = ((x.T @ x) * (through.T @ through)).unflatten(1, shape).sum(2).unflatten(0, shape).sum(1)
+        moment = ((x.T @ wanted) * through.T).sum(1).unflatten(0, shape).sum(1)
+        add(normal, path, gram.flatten(2).flatten(0, 1), moment.flatten())
+
+    observe(model, mixers, batches, visit)
+    with torch.no_grad():
+        for path, (gram, moment) in normal.items():
+            solution = solve(gram, moment.unsqueeze(-1)).view(2, -1)
+            for name, weight in zip(("out_norm", "local_norm"), solution):
+                getattr(mixers[path], name).weight.copy_(weight)
+                if f"{name}.weight" not in fitted[path]:
+                    fitted[path].append(f"{name}.weight")
 
 
 def _convolution_equations(values: Tensor, target: Tensor, grid: tuple[int, int], size: int) -> tuple[Tensor, Tensor]:
@@ -270,7 +236,7 @@ def _fit_output(model: nn.Module, replacements: Replacements, batches: list, fit
     normal: dict[tuple[str, int], list] = {}
 
     def visit(path, args, kwargs, _, watch):
-        own, layer = _Watch(replacements[path]), _InPlace(model, path, replacements[path])
+        own, layer = Watch(replacements[path]), InPlace(model, path, replacements[path])
         layer(*args, **kwargs)
         own.close()
         for i, features in own.inputs.items():
@@ -279,13 +245,13 @@ def _fit_output(model: nn.Module, replacements: Replacements, batches: list, fit
             x = layer.in_raster(features, args).flatten(0, -2).double()
             if output_layers(replacements[path])[i].bias is not None:
                 x = torch.cat((x, x.new_ones(len(x), 1)), dim=1)
-            _add(normal, (path, i), x.T @ x, x.T @ watch.outputs[i].flatten(0, -2).double())
+            add(normal, (path, i), x.T @ x, x.T @ watch.outputs[i].flatten(0, -2).double())
 
     observe(model, replacements, batches, visit)
     with torch.no_grad():
         for (path, i), (gram, moment) in normal.items():
             layer = output_layers(replacements[path])[i]
-            solution = _solve(gram, moment).T
+            solution = solve(gram, moment).T
             layer.weight.copy_(solution[:, : layer.in_features])
             if layer.bias is not None:
                 layer.bias.copy_(solution[:, -1])
@@ -295,20 +261,6 @@ def _fit_output(model: nn.Module, replacements: Replacements, batches: list, fit
                 if module is layer
                 for key, _ in module.named_parameters()
             ]
-
-
-def _add(normal: dict, key: Any, gram: Tensor, moment: Tensor) -> None:
-    if key in normal:
-        normal[key][0] += gram
-        normal[key][1] += moment
-    else:
-        normal[key] = [gram, moment]
-
-
-def _solve(gram: Tensor, moment: Tensor) -> Tensor:
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    ridge = _RIDGE * diagonal.mean(-1, keepdim=True).clamp_min(1e-12)
-    return torch.linalg.solve(gram + torch.diag_embed(ridge.expand_as(diagonal)), moment)
 
 
 def sensitivity(model: nn.Module, replacements: Replacements, batches: list) -> list[dict[str, Any]]:
@@ -322,7 +274,7 @@ def sensitivity(model: nn.Module, replacements: Replacements, batches: list) -> 
         with torch.no_grad():
             wanted = call_all(model, batches)
             for path, layer in replacements.items():
-                called = _InPlace(model, path, layer)
+                called = InPlace(model, path, layer)
                 hook = model.get_submodule(path).register_forward_hook(
                     lambda _, args, kwargs, output, called=called: called(*args, **kwargs), with_kwargs=True
                 )

@@ -18,7 +18,10 @@ _GATES = ((MALAAttention, 1.0), (RALAAttention, 1.0), (MLLAAttention, 1.278465),
 @torch.no_grad()
 def start_neutral(mixer: nn.Module) -> None:
     """Convolutions that add something start at zero, those that stand before or behind a projection pass their input
-    through, gates and factors are one, and networks that change queries and keys change nothing."""
+    through, gates and factors are one, and networks that change queries and keys change nothing.
+
+    The gate of ``GatedLinearAttention`` divides the output between the scan and the local features, and a sigmoid is
+    one only where it learns nothing any more. It starts at a half, with norms of two and of zero: the scan alone."""
     through = isinstance(mixer, (GatedLinearAttention, DeltaMixer))
     for name in ("conv", "q_conv", "k_conv", "value_conv"):
         conv = getattr(mixer, name, None)
@@ -32,6 +35,11 @@ def start_neutral(mixer: nn.Module) -> None:
         if isinstance(mixer, kind) and gate is not None:
             nn.init.zeros_(gate.weight)
             nn.init.constant_(gate.bias, one)
+    if isinstance(mixer, GatedLinearAttention) and mixer.local_norm is not None:
+        nn.init.zeros_(mixer.gate_proj.weight)
+        nn.init.zeros_(mixer.gate_proj.bias)
+        nn.init.constant_(mixer.out_norm.weight, 2.0)
+        nn.init.zeros_(mixer.local_norm.weight)
     for name in ("q_modulator", "k_modulator"):
         if hasattr(mixer, name):
             getattr(mixer, name).init_identity()

@@ -168,7 +168,11 @@ def _init(name: str, layer: nn.Module) -> str:
     if "linear_proj" in name or "feature_map" in name or "position" in name or name.endswith("norm.bias"):
         return "zero"
     if "gate_proj" in name:  # of a mixer, not of a core
+        if hasattr(layer, "local_norm"):
+            return "zero" if name.endswith("weight") else "zero: the gate is a half"
         return "zero" if name.endswith("weight") else "the gate is one"
+    if hasattr(layer, "local_norm") and name in ("out_norm.weight", "local_norm.weight"):
+        return "two, for the gate is a half" if name == "out_norm.weight" else "zero"
     if "pool" in name:
         return "mean of a square"
     if "inner" in name:

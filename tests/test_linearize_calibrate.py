@@ -122,6 +122,41 @@ def test_layers_are_fitted_in_the_order_they_will_scan_in():
             block.mixer.to_out[0].weight.copy_(kept)
 
 
+def test_our_gated_mixer_starts_as_its_scan_and_is_fitted_in_size():
+    """Its RMSNorm gives vectors of one size, where a softmax gives averages of values. Fitted, the layer is nearer to
+    the softmax's than no output at all, and no other weights of its norms are better."""
+    model, inputs = build("denoiser")
+    student, report = scanvas.linearize(model, "gla")
+    start = "transformer_blocks.1.mixer."
+    told = {row["name"].removeprefix(start): row["init"] for row in report.tensors if row["status"] == "new"}
+    mixer, x = student.transformer_blocks[1].mixer, torch.randn(2, 24, model.transformer_blocks[1].mixer.dim)
+    inits = {"gate_proj.weight": "zero", "gate_proj.bias": "zero: the gate is a half", "local_norm.weight": "zero"}
+    inits["out_norm.weight"] = "two, for the gate is a half"
+    assert inits.items() <= told.items()
+    scanned = mixer.attend(x, (4, 6))
+    normal = torch.nn.functional.rms_norm(scanned, scanned.shape[-1:], eps=1e-6).flatten(2)
+    torch.testing.assert_close(mixer(x, (4, 6)), mixer.to_out(normal))
+    assert mixer.gate_proj.weight.count_nonzero() == mixer.gate_proj.bias.count_nonzero() == 0
+
+    student, report = scanvas.linearize(model, "gla", calibration=[inputs])
+    layers = {row["path"]: student.get_submodule(row["path"]) for row in report.layers}
+    for fit in report.calibration.values():
+        assert fit["error_after"] < min(fit["error_before"], 1), fit
+        assert {"out_norm.weight", "local_norm.weight"} <= set(fit["fitted"])
+        assert len(fit["fitted"]) == len(set(fit["fitted"]))
+    torch.manual_seed(0)
+    for name in ("out_norm", "local_norm"):
+        for step in (1e-2, -1e-2):
+            kept = {path: getattr(layer, name).weight.detach().clone() for path, layer in layers.items()}
+            with torch.no_grad():
+                for path, layer in layers.items():
+                    getattr(layer, name).weight.add_(step * torch.randn_like(kept[path]))
+                errors = calibrate.relative_errors(model, layers, [inputs])
+                for path, layer in layers.items():
+                    getattr(layer, name).weight.copy_(kept[path])
+            assert all(errors[path] > fit["error_after"] for path, fit in report.calibration.items())
+
+
 def test_least_sensitive_layers(tmp_path):
     model, inputs = build("pixart")
     with torch.no_grad():
