@@ -1,8 +1,10 @@
 """How kernels that work row by row cut their rows, each the channels of a token or of one of its heads."""
 
+import math
 from typing import NamedTuple
 
 import triton
+from torch import Tensor
 
 
 class Cut(NamedTuple):
@@ -16,6 +18,13 @@ def tile(D: int, elements: int) -> tuple[int, int]:
     """Rows and columns of a tile of about so many elements."""
     BD = triton.next_power_of_2(D)
     return max(1, elements // BD), BD
+
+
+def unit(*tensors: Tensor) -> int:
+    """The power of two, at most 16, that divides all strides but the last, of one. Kernels are given strides in such a
+    unit, a constant: Triton by itself sees only whether a stride is a multiple of 16, and would load rows of 36 or 72
+    numbers one by one."""
+    return math.gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
 
 
 def shares(tiles: int, most: int = 1024) -> tuple[int, int]:

@@ -50,36 +50,39 @@ def test_convolution(dtype, batch, grid, channels, size, bias, activation):
 
 @pytest.mark.parametrize("dtype", BUDGET)
 @pytest.mark.parametrize(
-    ("batch", "tokens", "heads", "dim", "activation"), [(2, 9, 3, 64, "silu"), (1, 1, 1, 5, None), (3, 41, 2, 72, None)]
+    ("batch", "tokens", "heads", "dim", "beside", "activation"),
+    [(2, 9, 3, 64, 7, "silu"), (1, 1, 1, 5, 7, None), (3, 41, 2, 72, 8, None)],
 )
-def test_gated_mix(dtype, batch, tokens, heads, dim, activation):
+def test_gated_mix(dtype, batch, tokens, heads, dim, beside, activation):
     torch.manual_seed(1)
     inputs = (
         torch.randn(batch, heads, tokens, dim).transpose(1, 2),
         torch.randn(batch, tokens, heads * dim),
-        torch.randn(batch, tokens, heads * dim + 7) * 4,
+        torch.randn(batch, tokens, heads * dim + beside) * 4,
         torch.rand(dim) + 0.5,
         torch.rand(dim) + 0.5,
     )
 
     def function(o, local, wide, *weights, impl):  # the gate is a slice, as of a projection of everything at once
-        return gated_mix(o, local, wide[..., 3:-4], *weights, activation=activation, impl=impl)
+        return gated_mix(o, local, wide[..., 3 : 3 - beside], *weights, activation=activation, impl=impl)
 
     compare(function, inputs, (dtype,) * 3 + (torch.float32,) * 2)
 
 
 @pytest.mark.parametrize("dtype", BUDGET)
-@pytest.mark.parametrize(("batch", "tokens", "heads", "dim"), [(2, 9, 3, 64), (1, 1, 1, 5), (3, 41, 2, 72)])
-def test_swish_norm(dtype, batch, tokens, heads, dim):
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "dim", "beside"), [(2, 9, 3, 64, 7), (1, 1, 1, 5, 7), (3, 41, 2, 72, 8)]
+)
+def test_swish_norm(dtype, batch, tokens, heads, dim, beside):
     torch.manual_seed(4)
     inputs = (
         torch.randn(batch, heads, tokens, dim).transpose(1, 2),
-        torch.randn(batch, tokens, heads * dim + 7) * 4,
+        torch.randn(batch, tokens, heads * dim + beside) * 4,
         torch.rand(dim) + 0.5,
     )
 
     def function(o, wide, weight, impl):
-        return swish_norm(o, wide[..., 3:-4], weight, impl=impl)
+        return swish_norm(o, wide[..., 3 : 3 - beside], weight, impl=impl)
 
     compare(function, inputs, (dtype, dtype, torch.float32))
 

@@ -8,41 +8,53 @@ from torch import Tensor
 from scanvas.kernels.activation import sigmoid
 from scanvas.kernels.tiles import Cut, shares, tile
 
-from .places import by_token, gate_offset
+from .places import by_token, gate_offset, spacing
 
 FORWARD = Cut(elements=1024, warps=2)
 BACKWARD = Cut(elements=1024, warps=2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["gate_stride"])
 def _forward_kernel(
-    o_ptr, gate_ptr, weight_ptr, out_ptr, rows, D, gate_stride, eps, H: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+    o_ptr,  # (rows, D)
+    gate_ptr,  # tokens gate_stride·UNIT apart
+    weight_ptr,  # (D,)
+    out_ptr,  # (rows, D)
+    rows,
+    gate_stride,
+    eps,
+    UNIT: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
 ):
     r, d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
     inside = (r < rows)[:, None] & (d < D)[None, :]
     offset = r[:, None] * D + d[None, :]
     o = tl.load(o_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + gate_offset(r, d, H, D, gate_stride), mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + gate_offset(r, d, H, D, gate_stride, UNIT), mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     inverse = tl.rsqrt(tl.sum(o * o, axis=1) / D + eps)[:, None]
     y = o * inverse * weight * gate * sigmoid(gate)
     tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["gate_stride"])
 def _backward_kernel(
     o_ptr,  # (rows, D), this and all others but the weight and the last
-    gate_ptr,  # tokens gate_stride apart
+    gate_ptr,  # tokens gate_stride·UNIT apart
     weight_ptr,  # (D,)
     d_out_ptr,
     d_o_ptr,
     d_gate_ptr,
     partial_ptr,  # (programs, D) float32, this program's share of the gradient of the weight
     rows,
-    D,
     gate_stride,
     eps,
+    UNIT: tl.constexpr,
     H: tl.constexpr,
+    D: tl.constexpr,
     STEPS: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
@@ -55,7 +67,7 @@ def _backward_kernel(
         inside = (r < rows)[:, None] & (d < D)[None, :]
         offset = r[:, None] * D + d[None, :]
         o = tl.load(o_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.load(gate_ptr + gate_offset(r, d, H, D, gate_stride), mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + gate_offset(r, d, H, D, gate_stride, UNIT), mask=inside, other=0.0).to(tl.float32)
         g = tl.load(d_out_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         s = sigmoid(gate)
         inverse = tl.rsqrt(tl.sum(o * o, axis=1) / D + eps)[:, None]
@@ -79,19 +91,9 @@ def _forward(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     with torch.cuda.device_of(o):
         _forward_kernel[(triton.cdiv(rows, BR),)](
-            o,
-            gates,
-            weight.contiguous(),
-            out,
-            rows,
-            D,
-            gates.stride(0),
-            eps,
-            H=H,
-            BR=BR,
-            BD=BD,
-            num_warps=FORWARD.warps,
-        )
+            o, gates, weight.contiguous(), out, rows, eps=eps, H=H, D=D, BR=BR, BD=BD, num_warps=FORWARD.warps,
+            **spacing(gates),
+        )  # fmt: skip
     return out
 
 
@@ -111,8 +113,8 @@ def _backward(o: Tensor, gate: Tensor, weight: Tensor, d_out: Tensor, eps: float
     partial = torch.empty((programs, D), device=o.device, dtype=torch.float32)
     with torch.cuda.device_of(o):
         _backward_kernel[(programs,)](
-            o, gates, weight.contiguous(), d_out, d_o, d_gate, partial, rows, D, gates.stride(0), eps,
-            STEPS=steps, H=H, BR=BR, BD=BD, num_warps=BACKWARD.warps,
+            o, gates, weight.contiguous(), d_out, d_o, d_gate, partial, rows, eps=eps, STEPS=steps,
+            H=H, D=D, BR=BR, BD=BD, num_warps=BACKWARD.warps, **spacing(gates),
         )  # fmt: skip
     return d_o, d_gate, partial.sum(0).to(weight.dtype)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from scanvas.kernels.activation import sigmoid
 from scanvas.kernels.tiles import Cut, shares, tile
 
-from .places import by_token, gate_offset
+from .places import by_token, gate_offset, spacing
 
 FORWARD = Cut(elements=512, warps=1)
 BACKWARD = Cut(elements=1024, warps=4)
@@ -30,27 +30,28 @@ def _inverse_rms(x, D, eps):
     return tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["gate_stride"])
 def _forward_kernel(
     o_ptr,  # (rows, D)
     local_ptr,  # (rows, D)
-    gate_ptr,  # (rows, D), tokens gate_stride apart
+    gate_ptr,  # (rows, D), tokens gate_stride·UNIT apart
     ow_ptr,  # (D,)
     lw_ptr,  # (D,)
     out_ptr,  # (rows, D)
     rows,
-    D,
     gate_stride,
     eps,
     SILU: tl.constexpr,
+    UNIT: tl.constexpr,
     H: tl.constexpr,
+    D: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
 ):
     r, d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
     mask = (r < rows)[:, None] & (d < D)[None, :]
     offset = r[:, None] * D + d[None, :]
-    place = gate_offset(r, d, H, D, gate_stride)
+    place = gate_offset(r, d, H, D, gate_stride, UNIT)
     o, local, s = _load(o_ptr, local_ptr, gate_ptr, offset, place, mask)
     ow = tl.load(ow_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     lw = tl.load(lw_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
@@ -68,11 +69,11 @@ def _norm_backward(d_normed, x, inverse, weight, D):
     return inverse * (g - x * inverse * inverse * (tl.sum(g * x, axis=1)[:, None] / D))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["gate_stride"])
 def _backward_kernel(
     o_ptr,  # (rows, D), this and all others but the last two
     local_ptr,
-    gate_ptr,  # tokens gate_stride apart
+    gate_ptr,  # tokens gate_stride·UNIT apart
     ow_ptr,  # (D,)
     lw_ptr,  # (D,)
     d_out_ptr,
@@ -81,11 +82,12 @@ def _backward_kernel(
     d_gate_ptr,
     partial_ptr,  # (programs, 2, D) float32, this program's share of the gradients of the weights
     rows,
-    D,
     gate_stride,
     eps,
     SILU: tl.constexpr,
+    UNIT: tl.constexpr,
     H: tl.constexpr,
+    D: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
     STEPS: tl.constexpr,
@@ -100,7 +102,7 @@ def _backward_kernel(
         r = first + step * BR + tl.arange(0, BR)
         mask = (r < rows)[:, None] & (d < D)[None, :]
         offset = r[:, None] * D + d[None, :]
-        place = gate_offset(r, d, H, D, gate_stride)
+        place = gate_offset(r, d, H, D, gate_stride, UNIT)
         o, local, s = _load(o_ptr, local_ptr, gate_ptr, offset, place, mask)
         gradient = tl.load(d_out_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         ro, rl = _inverse_rms(o, D, eps), _inverse_rms(local, D, eps)
@@ -133,8 +135,8 @@ def _forward(
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     with torch.cuda.device_of(o):
         _forward_kernel[(triton.cdiv(rows, BR),)](
-            o, local, gates, o_weight.contiguous(), local_weight.contiguous(), out, rows, D, gates.stride(0),
-            eps, SILU=silu, H=H, BR=BR, BD=BD, num_warps=FORWARD.warps,
+            o, local, gates, o_weight.contiguous(), local_weight.contiguous(), out, rows, eps=eps,
+            SILU=silu, H=H, D=D, BR=BR, BD=BD, num_warps=FORWARD.warps, **spacing(gates),
         )  # fmt: skip
     return out
 
@@ -166,7 +168,7 @@ def _backward(
     with torch.cuda.device_of(o):
         _backward_kernel[(programs,)](
             o, local, gates, o_weight.contiguous(), local_weight.contiguous(), d_out, d_o, d_local, d_gate, partial,
-            rows, D, gates.stride(0), eps, SILU=silu, H=H, BR=BR, BD=BD, STEPS=steps, num_warps=BACKWARD.warps,
+            rows, eps=eps, SILU=silu, H=H, D=D, BR=BR, BD=BD, STEPS=steps, num_warps=BACKWARD.warps, **spacing(gates),
         )  # fmt: skip
     weights = [d.to(w.dtype, copy=True) for d, w in zip(partial.sum(0), (o_weight, local_weight))]
     return d_o, d_local, d_gate, *weights
