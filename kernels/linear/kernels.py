@@ -4,14 +4,15 @@ outer products over tokens, and a product of each token with a matrix that all t
 import triton
 import triton.language as tl
 
-from scanvas.kernels.gated.blocks import mm_add
+from scanvas.kernels.gated.blocks import mm_add, strides
 
 
 @triton.jit
-def _rows(pointer, base, n, N, token_stride, c, C):
-    """``(tokens, channels)`` from a tensor whose channels lie side by side."""
+def _rows(pointer, b, batch_stride, h, head_stride, n, N, token_stride, UNIT: tl.constexpr, c, C: tl.constexpr):
+    """``(tokens, channels)`` of a head from a tensor whose channels lie side by side, its strides in UNITs."""
     inside = (n < N)[:, None] & (c < C)[None, :]
-    return tl.load(pointer + base + n[:, None].to(tl.int64) * token_stride + c[None, :], mask=inside, other=0.0)
+    pointer += (b * batch_stride + h * head_stride) * UNIT
+    return tl.load(pointer + n[:, None].to(tl.int64) * token_stride * UNIT + c[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -29,13 +30,13 @@ def _add_product(acc, a, b, SPLIT: tl.constexpr, DT: tl.constexpr, PREC: tl.cons
 
 
 @triton.jit
-def _matrix(pointer, cx, cy, X, Y, TRANSPOSED: tl.constexpr):
+def _matrix(pointer, cx, cy, X: tl.constexpr, Y: tl.constexpr, TRANSPOSED: tl.constexpr):
     """A piece of an ``(X, Y)`` float32 matrix, or of its transpose."""
     where = cy[None, :] * X + cx[:, None] if TRANSPOSED else cx[:, None] * Y + cy[None, :]
     return tl.load(pointer + where, mask=(cx < X)[:, None] & (cy < Y)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=strides("x y u"))
 def reduce_kernel(
     x_ptr,  # (B, N, H, X)
     y_ptr,  # (B, N, H, Y)
@@ -55,10 +56,13 @@ def reduce_kernel(
     u_head,
     N,
     H,
-    X,
-    Y,
-    U,
     steps,
+    UNIT_X: tl.constexpr,
+    UNIT_Y: tl.constexpr,
+    UNIT_U: tl.constexpr,
+    X: tl.constexpr,
+    Y: tl.constexpr,
+    U: tl.constexpr,
     DIVIDE: tl.constexpr,
     WEIGHT: tl.constexpr,
     DT: tl.constexpr,
@@ -79,8 +83,8 @@ def reduce_kernel(
     total = tl.zeros((BU,), tl.float32)
     for step in range(steps):
         n = (segment * steps + step) * BN + tl.arange(0, BN)
-        x = _rows(x_ptr, b * x_batch + h * x_head, n, N, x_token, cx, X)
-        y = _rows(y_ptr, b * y_batch + h * y_head, n, N, y_token, cy, Y)
+        x = _rows(x_ptr, b, x_batch, h, x_head, n, N, x_token, UNIT_X, cx, X)
+        y = _rows(y_ptr, b, y_batch, h, y_head, n, N, y_token, UNIT_Y, cy, Y)
         place = (b * N + n) * H + h
         if DIVIDE:
             divisor = tl.load(divisor_ptr + place, mask=n < N, other=1.0)
@@ -88,7 +92,7 @@ def reduce_kernel(
         else:
             acc = _add_product(acc, tl.trans(x), y, False, DT, PREC)
         if total_here:
-            u = _rows(u_ptr, b * u_batch + h * u_head, n, N, u_token, cu, U).to(tl.float32)
+            u = _rows(u_ptr, b, u_batch, h, u_head, n, N, u_token, UNIT_U, cu, U).to(tl.float32)
             if WEIGHT:
                 u *= tl.load(w_ptr + place, mask=n < N, other=0.0)[:, None]
             total += tl.sum(u, axis=0)
@@ -98,7 +102,7 @@ def reduce_kernel(
         tl.store(total_ptr + (head * segments + segment) * U + cu, total, mask=cu < U)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=strides("x u"))
 def apply_kernel(
     x_ptr,  # (B, N, H, X)
     matrix_ptr,  # (B, H, X, Y) float32, or its transpose with TRANSPOSED
@@ -116,11 +120,13 @@ def apply_kernel(
     u_head,
     N,
     H,
-    X,
-    Y,
-    U,
     eps,
     steps,
+    UNIT_X: tl.constexpr,
+    UNIT_U: tl.constexpr,
+    X: tl.constexpr,
+    Y: tl.constexpr,
+    U: tl.constexpr,
     ONE_PIECE: tl.constexpr,
     NORMALISE: tl.constexpr,
     DIVIDE: tl.constexpr,
@@ -145,16 +151,16 @@ def apply_kernel(
         place = (b * N + n) * H + h
         acc = tl.zeros((BN, BY), tl.float32)
         if ONE_PIECE:
-            x = _rows(x_ptr, b * x_batch + h * x_head, n, N, x_token, tl.arange(0, BX), X)
+            x = _rows(x_ptr, b, x_batch, h, x_head, n, N, x_token, UNIT_X, tl.arange(0, BX), X)
             acc = _add_product(acc, x, matrix, True, DT, PREC)
         else:
             for first in range(0, X, BX):
                 cx = first + tl.arange(0, BX)
-                x = _rows(x_ptr, b * x_batch + h * x_head, n, N, x_token, cx, X)
+                x = _rows(x_ptr, b, x_batch, h, x_head, n, N, x_token, UNIT_X, cx, X)
                 piece = _matrix(matrix_ptr + head * X * Y, cx, cy, X, Y, TRANSPOSED)
                 acc = _add_product(acc, x, piece, True, DT, PREC)
         if NORMALISE:
-            u = _rows(u_ptr, b * u_batch + h * u_head, n, N, u_token, cu, U).to(tl.float32)
+            u = _rows(u_ptr, b, u_batch, h, u_head, n, N, u_token, UNIT_U, cu, U).to(tl.float32)
             total = tl.load(total_ptr + head * U + cu, mask=cu < U, other=0.0)
             divisor = tl.sum(u * total[None, :], axis=1) + eps
             if tl.program_id(1) == 0:
@@ -171,10 +177,10 @@ def apply_kernel(
         tl.store(out_ptr + place[:, None] * Y + cy[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=strides("q d"))
 def divisor_gradient_kernel(
     q_ptr,  # (B, N, H, D)
-    d_out_ptr,  # (B, N, H, V)
+    d_ptr,  # (B, N, H, V), the gradient of the output
     matrix_ptr,  # (B, H, D, V) float32, the state
     divisor_ptr,  # (B, N, H) float32
     gradient_ptr,  # (B, N, H) float32: −(q state) · d_out / divisor²
@@ -186,8 +192,10 @@ def divisor_gradient_kernel(
     d_head,
     N,
     H,
-    D,
-    V,
+    UNIT_Q: tl.constexpr,
+    UNIT_D: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
     DT: tl.constexpr,
     PREC: tl.constexpr,
     BN: tl.constexpr,
@@ -207,9 +215,9 @@ def divisor_gradient_kernel(
         acc = tl.zeros((BN, BX), tl.float32)
         for start in range(0, V, BY):
             cy = start + tl.arange(0, BY)
-            d_out = _rows(d_out_ptr, b * d_batch + h * d_head, n, N, d_token, cy, V)
+            d_out = _rows(d_ptr, b, d_batch, h, d_head, n, N, d_token, UNIT_D, cy, V)
             acc = _add_product(acc, d_out, _matrix(matrix_ptr + head * D * V, cy, cx, V, D, True), True, DT, PREC)
-        q = _rows(q_ptr, b * q_batch + h * q_head, n, N, q_token, cx, D)
+        q = _rows(q_ptr, b, q_batch, h, q_head, n, N, q_token, UNIT_Q, cx, D)
         total += tl.sum(acc * q.to(tl.float32), axis=1)
     divisor = tl.load(divisor_ptr + place, mask=n < N, other=1.0)
     tl.store(gradient_ptr + place, -total / (divisor * divisor), mask=n < N)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from scanvas.kernels.tiles import unit
+
 from .kernels import apply_kernel, divisor_gradient_kernel, reduce_kernel
 
 _TOKENS = 64
@@ -19,6 +21,16 @@ _STEPS = 8  # tiles of tokens of a program: at least, where it sums, and at most
 
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _placed(**tensors: Tensor) -> dict[str, Tensor | int]:
+    """A kernel's arguments for these tensors ``(B, N, H, …)``: themselves, and their strides in units."""
+    arguments = {}
+    for name, x in tensors.items():
+        arguments[f"{name}_ptr"], arguments[f"UNIT_{name.upper()}"] = x, unit(x)
+        for axis, stride in zip(("batch", "token", "head"), x.stride()):
+            arguments[f"{name}_{axis}"] = stride // unit(x)
+    return arguments
 
 
 def _piece(width: int) -> int:
@@ -47,8 +59,8 @@ def _reduce(
     total = x.new_empty((B, H, segments, U), dtype=torch.float32)
     with torch.cuda.device_of(x):
         reduce_kernel[(B * H, segments, pieces)](
-            x, y, divisor, u, weight, out, total, *x.stride()[:3], *y.stride()[:3], *u.stride()[:3],
-            N, H, X, Y, U, steps, DIVIDE=divisor is not None, WEIGHT=weight is not None,
+            **_placed(x=x, y=y, u=u), divisor_ptr=divisor, w_ptr=weight, out_ptr=out, total_ptr=total,
+            N=N, H=H, steps=steps, X=X, Y=Y, U=U, DIVIDE=divisor is not None, WEIGHT=weight is not None,
             BX=BX, BY=BY, BU=triton.next_power_of_2(U), **_options(x),
         )  # fmt: skip
     return (out[:, :, 0], total[:, :, 0]) if segments == 1 else (out.sum(2), total.sum(2))
@@ -80,10 +92,10 @@ def _apply(
     out = x.new_empty((B, N, H, Y), dtype=dtype)
     with torch.cuda.device_of(x):
         apply_kernel[(triton.cdiv(tiles, steps) * B * H, pieces)](
-            x, matrix.contiguous(), u, total, divisor, weight, added, out, *x.stride()[:3], *u.stride()[:3],
-            N, H, X, Y, U, eps, steps, ONE_PIECE=X <= BX, NORMALISE=normalise is not None,
-            DIVIDE=normalise is None and divisor is not None, ADD=added is not None, WEIGHT=weight is not None,
-            TRANSPOSED=transposed, BX=BX, BY=BY, BU=triton.next_power_of_2(U), **_options(x),
+            **_placed(x=x, u=u), matrix_ptr=matrix.contiguous(), total_ptr=total, divisor_ptr=divisor, w_ptr=weight,
+            added_ptr=added, out_ptr=out, N=N, H=H, eps=eps, steps=steps, X=X, Y=Y, U=U, ONE_PIECE=X <= BX,
+            NORMALISE=normalise is not None, DIVIDE=normalise is None and divisor is not None, ADD=added is not None,
+            WEIGHT=weight is not None, TRANSPOSED=transposed, BX=BX, BY=BY, BU=triton.next_power_of_2(U), **_options(x),
         )  # fmt: skip
     return out
 
@@ -94,8 +106,8 @@ def _divisor_gradient(q: Tensor, d_out: Tensor, state: Tensor, divisor: Tensor) 
     gradient = torch.empty_like(divisor)
     with torch.cuda.device_of(q):
         divisor_gradient_kernel[(triton.cdiv(N, _TOKENS) * B * H,)](
-            q, d_out, state, divisor, gradient, *q.stride()[:3], *d_out.stride()[:3], N, H, D, V, BX=_piece(D),
-            BY=_piece(V), **_options(q),
+            **_placed(q=q, d=d_out), matrix_ptr=state, divisor_ptr=divisor, gradient_ptr=gradient,
+            N=N, H=H, D=D, V=V, BX=_piece(D), BY=_piece(V), **_options(q),
         )  # fmt: skip
     return gradient
 
