@@ -12,8 +12,6 @@ from .adapters import find_adapter
 from .calibration_data import call_all
 from .linear_swap import Replacements, add_hooks
 
-_RIDGE = 1e-6
-
 
 def output_layers(layer: nn.Module) -> list[nn.Linear]:
     """The output projections of an attention: the image's, then the text's."""
@@ -102,8 +100,8 @@ def add(normal: dict, key: Any, gram: Tensor, moment: Tensor) -> None:
         normal[key] = [gram, moment]
 
 
-def solve(gram: Tensor, moment: Tensor) -> Tensor:
-    """Least squares from normal equations ``(…, n, n)`` and ``(…, n, m)``, with a slight ridge."""
+def solve(gram: Tensor, moment: Tensor, ridge: float = 1e-6) -> Tensor:
+    """Least squares from normal equations ``(…, n, n)`` and ``(…, n, m)``, with a ridge relative to the mean square."""
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    ridge = _RIDGE * diagonal.mean(-1, keepdim=True).clamp_min(1e-12)
-    return torch.linalg.solve(gram + torch.diag_embed(ridge.expand_as(diagonal)), moment)
+    added = ridge * diagonal.mean(-1, keepdim=True).clamp_min(1e-12)
+    return torch.linalg.solve(gram + torch.diag_embed(added.expand_as(diagonal)), moment)
