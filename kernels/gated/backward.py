@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 from .blocks import (
+    COMPILED,
+    column_sums,
     gate_slope,
     halves,
     level_factors,
@@ -22,10 +24,10 @@ from .blocks import (
     load_state,
     load_tile,
     log_decay,
-    masked,
     mm,
     mm_add,
     precise_sums,
+    rounded,
     store_tile,
     strides,
 )
@@ -38,10 +40,21 @@ def summed(u, once, REVERSE: tl.constexpr, L: tl.constexpr, DT: tl.constexpr, PR
     which has half of the sum of u already."""
     half = precise_sums(halves(L), u, DT, PREC)
     if REVERSE:
-        result = half + once[None, :]
+        result = half + once
     else:
-        result = (u - half) + once[None, :]
+        result = (u - half) + once
     return result
+
+
+@triton.jit
+def met(state, d_state, L: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
+    """Σ_v S ⊙ dS in each of L rows, as a matrix product: a reduction of two states in float32 would fill the registers
+    and have threads wait."""
+    if COMPILED:
+        both = state.to(DT) * d_state.to(DT)
+    else:  # the interpreter would multiply the bits of bfloat16 numbers
+        both = (state.to(tl.float32) * d_state.to(tl.float32)).to(DT)
+    return column_sums(both, L, PREC)
 
 
 @triton.jit
@@ -58,8 +71,8 @@ def far_gradients(q, k, g, p, p_t, REVERSE: tl.constexpr, L: tl.constexpr, DT: t
     size = 1
     while size < L:
         of_query, of_key = level_factors(g, size, REVERSE, L, PREC)
-        q_g = (q * of_query).to(DT)
-        k_g = (k * of_key).to(DT)
+        q_g = rounded(q * of_query, DT)
+        k_g = rounded(k * of_key, DT)
         met = level_mask(i, j, size, REVERSE)
         met_t = level_mask(j, i, size, REVERSE)
         scores_t += tl.where(met_t, mm(k_g, tl.trans(q_g), PREC), 0.0)
@@ -113,8 +126,8 @@ def gradients_of_chunk(
         p_t = mm_add(v2, tl.trans(dout2), p_t, PREC)
         dv2 = tl.zeros((L, BV2), tl.float32)
     if CLOSE:
-        below, below_t = masked(j <= i, p, DT), masked(i <= j, p_t, DT)
-        above, above_t = masked(j >= i, p, DT), masked(i >= j, p_t, DT)
+        below, below_t = rounded(tl.where(j <= i, p, 0.0), DT), rounded(tl.where(i <= j, p_t, 0.0), DT)
+        above, above_t = rounded(tl.where(j >= i, p, 0.0), DT), rounded(tl.where(i >= j, p_t, 0.0), DT)
     scores_t = tl.zeros((L, L), tl.float32)
     for piece in tl.static_range(KP):
         q = load_tile(q_ptr, chunk, N, q_token * UNIT_K, piece * BK, DK, L, BK)
@@ -134,13 +147,13 @@ def gradients_of_chunk(
             here = ((direction * heads + head) * chunks + chunk) * (DV * WK)
             state = load_state(stash_ptr + here, first_v, piece * BK, DV, WK, BV, BK)
             d_state = load_state(gradient_ptr + here, first_v, piece * BK, DV, WK, BV, BK)
-            around = tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=0)
+            around = met(state, d_state, L, DT, PREC)
             from_state = mm(dout, state, PREC)
             from_gradient = mm(v, d_state, PREC)
             if BV2:
                 state2 = load_state(stash_ptr + here, first_v + BV, piece * BK, DV, WK, BV2, BK)
                 d_state2 = load_state(gradient_ptr + here, first_v + BV, piece * BK, DV, WK, BV2, BK)
-                around += tl.sum(state2.to(tl.float32) * d_state2.to(tl.float32), axis=0)
+                around += met(state2, d_state2, L, DT, PREC)
                 from_state = mm_add(dout2, state2, from_state, PREC)
                 from_gradient = mm_add(v2, d_state2, from_gradient, PREC)
             if CLOSE:
@@ -161,7 +174,7 @@ def gradients_of_chunk(
                 dk += dk_far
                 total = tl.sum(g.to(tl.float32), axis=0)
                 start = from_middle(total, tl.load(lowest_ptr + direction * NOTES + piece // NOTED))
-                around *= tl.exp2(total - 2.0 * start)
+                around *= tl.exp2(total - 2.0 * start)[None, :]
                 q_g, k_g, of_query, of_key = far_factors(q, k, g, start, direction == 1, L, DT, PREC)
                 dq_g, dk_g = from_state, from_gradient
             dq += dq_g * of_query
@@ -172,7 +185,7 @@ def gradients_of_chunk(
             own = q_g.to(tl.float32) * dq_g - k_g.to(tl.float32) * dk_g
             if not CLOSE:
                 own += u
-            once = around + tl.sum(k_g.to(tl.float32) * from_gradient + 0.5 * own, axis=0)
+            once = around + tl.sum(k_g.to(tl.float32) * from_gradient + 0.5 * own, axis=0)[None, :]
             dg = summed(own, once, direction == 1, L, DT, PREC) * scale
             if NORMALIZER != 0:
                 dg *= gate_slope(gate, NORMALIZER)
@@ -182,7 +195,7 @@ def gradients_of_chunk(
                 store_tile(df_ptr + narrow, dg, chunk, N, H * DK, piece * BK, DK, L, BK)
         store_tile(dq_ptr + narrow, dq * scale, chunk, N, H * DK, piece * BK, DK, L, BK)
         store_tile(dk_ptr + narrow, dk * scale, chunk, N, H * DK, piece * BK, DK, L, BK)
-    scores_t = scores_t.to(DT)
+    scores_t = rounded(scores_t, DT)
     store_tile(dv_ptr, mm_add(scores_t, dout, dv, PREC) * scale, chunk, N, H * DV, first_v, DV, L, BV)
     if BV2:
         dv2 = mm_add(scores_t, dout2, dv2, PREC)

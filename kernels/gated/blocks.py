@@ -17,7 +17,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # far way (chunks.py). The factors of the other way lie within e^±40: they and their sums of products stay within
 # bfloat16 and float32.
 RANGE = tl.constexpr(80.0 * 1.4426950408889634)
-_COMPILED = tl.constexpr(not INTERPRETED)
+COMPILED = tl.constexpr(not INTERPRETED)
 # No logarithm is read as less than this: its power is zero, and its products with zero are not NaN as those of -inf.
 _LOWEST = tl.constexpr(-1e6)
 
@@ -93,17 +93,16 @@ def store_state(base, x, first_v, first_k, DV: tl.constexpr, WK: tl.constexpr, B
 
 
 @triton.jit
-def opaque(x):
-    """x as a value the compiler knows nothing of, at the cost of no instruction."""
-    if _COMPILED:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+def rounded(x, DT: tl.constexpr):
+    """x, float32, in DT. LLVM would convert each number apart, by one of the slowest instructions there are, wherever
+    the result is used in float32 again or a condition chooses between two; this converts two at a time."""
+    if COMPILED and DT == tl.bfloat16:
+        x = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        x = x.to(DT)
     return x
-
-
-@triton.jit
-def masked(mask, x, DT: tl.constexpr):
-    """``where(mask, x, 0)`` as an operand. LLVM would round before it selects, each bfloat16 number apart."""
-    return opaque(tl.where(mask, x, 0.0)).to(DT)
 
 
 @triton.jit
@@ -115,21 +114,21 @@ def log_decay(gate, chunk, end, NORMALIZER: tl.constexpr, L: tl.constexpr, DT: t
         g = tl.maximum(x * LOG2E, _LOWEST)
     else:
         small = 1.0 + tl.exp2(-tl.abs(x) * LOG2E)
-        if _COMPILED:  # one instruction where tl.log2 is some twenty, but the interpreter has no device library
+        if COMPILED:  # one instruction where tl.log2 is some twenty, but the interpreter has no device library
             logarithm = libdevice.fast_log2f(small)
         else:
             logarithm = tl.log2(small)
         g = tl.minimum(x, 0.0) * (LOG2E / NORMALIZER) - logarithm * (1.0 / NORMALIZER)
         rows = chunk * L + tl.arange(0, L)
         g = tl.where(rows[:, None] < end, g, 0.0)  # a logit of zero is a decay, and padding must not decay
-    return opaque(g).to(DT)
+    return rounded(g, DT)
 
 
 @triton.jit
 def gate_slope(gate, NORMALIZER: tl.constexpr):
     """Derivative of ``logsigmoid(x) / normalizer``."""
     grown = 1.0 + tl.exp2(gate.to(tl.float32) * LOG2E)
-    if _COMPILED:
+    if COMPILED:
         slope = libdevice.fast_dividef(1.0 / NORMALIZER, grown)
     else:
         slope = (1.0 / NORMALIZER) / grown
@@ -138,7 +137,7 @@ def gate_slope(gate, NORMALIZER: tl.constexpr):
 
 @triton.jit
 def mm_add(a, b, c, PREC: tl.constexpr):
-    if _COMPILED:
+    if COMPILED:
         c = tl.dot(a, b, c, input_precision=PREC, out_dtype=tl.float32)
     else:  # the interpreter would multiply the bits of bfloat16 numbers
         c = tl.dot(a.to(tl.float32), b.to(tl.float32), c, out_dtype=tl.float32)
@@ -161,8 +160,8 @@ def sums(weights, g, PREC: tl.constexpr):
 def precise_sums(weights, x, DT: tl.constexpr, PREC: tl.constexpr):
     """``weights @ x`` for x in float32, precise to 2⁻¹⁶ of the summands if DT is bfloat16."""
     if DT == tl.bfloat16:
-        high = x.to(tl.bfloat16)
-        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        high = rounded(x, DT)
+        low = rounded(x - high.to(tl.float32), DT)
         total = mm_add(weights.to(tl.bfloat16), low, mm(weights.to(tl.bfloat16), high, PREC), PREC)
     else:
         total = mm(weights, x, PREC)

@@ -25,6 +25,7 @@ from .blocks import (
     log_decay,
     mm,
     mm_add,
+    rounded,
     store_tile,
     strides,
 )
@@ -56,7 +57,7 @@ def close_factors(q, k, g, REVERSE: tl.constexpr, L: tl.constexpr, DT: tl.conste
     """Queries and keys times their decays to and from the middle, and these decays."""
     middle = centred(g, REVERSE, L, PREC)
     of_query, of_key = tl.exp2(middle), tl.exp2(-middle)
-    return (q.to(tl.float32) * of_query).to(DT), (k.to(tl.float32) * of_key).to(DT), of_query, of_key
+    return rounded(q.to(tl.float32) * of_query, DT), rounded(k.to(tl.float32) * of_key, DT), of_query, of_key
 
 
 @triton.jit
@@ -82,7 +83,7 @@ def far_factors(q, k, g, start, REVERSE: tl.constexpr, L: tl.constexpr, DT: tl.c
     rest = tl.exp2(-start)[None, :]
     of_query *= rest
     of_key *= rest
-    return (q.to(tl.float32) * of_query).to(DT), (k.to(tl.float32) * of_key).to(DT), of_query, of_key
+    return rounded(q.to(tl.float32) * of_query, DT), rounded(k.to(tl.float32) * of_key, DT), of_query, of_key
 
 
 @triton.jit
@@ -147,7 +148,7 @@ def output_of_chunk(
         scores = tl.where(j <= i, scores, 0.0)
         if BIDIRECTIONAL:
             scores += tl.where(j >= i, reverse_scores, 0.0)
-    scores = scores.to(DT)
+    scores = rounded(scores, DT)
     v = load_tile(v_ptr, chunk, N, v_token * UNIT_V, first_v, DV, L, BV).to(DT)
     store_tile(out_ptr, mm_add(scores, v, out, PREC) * scale, chunk, N, H * DV, first_v, DV, L, BV)
     if BV2:

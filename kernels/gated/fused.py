@@ -20,9 +20,9 @@ from .blocks import (
     load_state,
     load_tile,
     log_decay,
-    masked,
     mm,
     mm_add,
+    rounded,
     store_state,
     store_tile,
     strides,
@@ -37,8 +37,8 @@ def close_chunk(q, k, v, g, total, state, zero, L: tl.constexpr, DT: tl.constexp
     q_g, k_g, _, _ = close_factors(q, k, g, False, L, DT, PREC)
     half = tl.exp2(total * 0.5)
     state *= half
-    scores = masked(j <= i, mm(q_g, tl.trans(k_g), PREC), DT)
-    out = mm_add(scores, v, mm(q_g, tl.trans(state.to(DT)), PREC), PREC)
+    scores = rounded(tl.where(j <= i, mm(q_g, tl.trans(k_g), PREC), 0.0), DT)
+    out = mm_add(scores, v, mm(q_g, tl.trans(rounded(state, DT)), PREC), PREC)
     return out, mm_add(tl.trans(v), k_g, state, PREC) * half
 
 

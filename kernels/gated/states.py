@@ -12,7 +12,7 @@ x, y = q, dout. No exponent is positive and none is a difference.
 import triton
 import triton.language as tl
 
-from .blocks import RANGE, column_sums, load_state, load_tile, log_decay, mm_add, store_state, strides, sums
+from .blocks import RANGE, column_sums, load_state, load_tile, log_decay, mm_add, rounded, store_state, strides, sums
 
 
 @triton.jit(do_not_specialize=["N", "H", "chunks", "segment_chunks", "directions", *strides("x y f r")])
@@ -94,7 +94,7 @@ def walk_kernel(
                 tl.store(reach_ptr + here * WK + k, tl.exp2(elapsed + start), mask=k < WK)
         if CUT:
             elapsed += total
-        weighted = (x.to(tl.float32) * tl.exp2(sums(tl.where(weights, 1.0, 0.0), g, PREC))).to(DT)
+        weighted = rounded(x.to(tl.float32) * tl.exp2(sums(tl.where(weights, 1.0, 0.0), g, PREC)), DT)
         decay = tl.exp2(total)[None, :]
         state = mm_add(tl.trans(y), weighted, state * decay, PREC)
         if BV2:
