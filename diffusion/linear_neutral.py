@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from scanvas.backbones.mixers.delta import DeltaMixer
+from scanvas.backbones.mixers.gated_softmax import GatedSoftmaxAttention
 from scanvas.backbones.mixers.gla import GatedLinearAttention
 from scanvas.backbones.mixers.l2 import HeadScale
 from scanvas.backbones.mixers.mala import MALAAttention
@@ -11,7 +12,13 @@ from scanvas.backbones.mixers.mlla import MLLAAttention
 from scanvas.backbones.mixers.nala import NaLaAttention
 from scanvas.backbones.mixers.rala import RALAAttention
 
-_GATES = ((MALAAttention, 1.0), (RALAAttention, 1.0), (MLLAAttention, 1.278465), (NaLaAttention, 1.278465))
+_GATES = (
+    (GatedSoftmaxAttention, 1.0),
+    (MALAAttention, 1.0),
+    (RALAAttention, 1.0),
+    (MLLAAttention, 1.278465),
+    (NaLaAttention, 1.278465),
+)
 """Mixers whose gate is a projection of the input, and what makes it one; SiLU(1.278465) = 1."""
 
 

@@ -231,14 +231,16 @@ def test_weights_by_name(colours):
         assert 0.5 < kept < 1
 
 
-@pytest.mark.parametrize("name", ["agent", "gla", "inline", "linfusion", "mala", "mlla", "nala", "rala", "t5"])
+@pytest.mark.parametrize(
+    "name", ["agent", "gated_softmax", "gla", "inline", "linfusion", "mala", "mlla", "nala", "rala", "t5"]
+)
 def test_what_is_new_starts_as_nothing(name):
     """What a mixer adds to the projections of a softmax does not touch its output at first."""
     torch.manual_seed(0)
     options = {"expand_k": 1.0} if name == "gla" else {}
     mixer, x = create_mixer(name, 24, 2, **options), torch.randn(1, 12, 24)
     start_neutral(mixer)
-    for gate in [mixer.gate_proj(x)] if name in ("mala", "rala") else []:
+    for gate in [mixer.gate_proj(x)] if name in ("gated_softmax", "mala", "rala") else []:
         torch.testing.assert_close(gate, torch.ones_like(gate))
     if name in ("mlla", "nala"):
         torch.testing.assert_close(torch.nn.functional.silu(mixer.gate_proj(x)), torch.ones(1, 12, 24))
