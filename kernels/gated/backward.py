@@ -48,13 +48,15 @@ def summed(u, once, REVERSE: tl.constexpr, L: tl.constexpr, DT: tl.constexpr, PR
 
 @triton.jit
 def met(state, d_state, L: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
-    """Σ_v S ⊙ dS in each of L rows, as a matrix product: a reduction of two states in float32 would fill the registers
-    and have threads wait."""
-    if COMPILED:
-        both = state.to(DT) * d_state.to(DT)
+    """Σ_v S ⊙ dS as a row to be broadcast. Of bfloat16 it comes as a matrix product, in L equal rows: the reduction of
+    two states in float32 would fill the registers and have threads wait."""
+    if DT == tl.float32:
+        result = tl.sum(state * d_state, axis=0)[None, :]
+    elif COMPILED:
+        result = column_sums(state * d_state, L, PREC)
     else:  # the interpreter would multiply the bits of bfloat16 numbers
-        both = (state.to(tl.float32) * d_state.to(tl.float32)).to(DT)
-    return column_sums(both, L, PREC)
+        result = column_sums((state.to(tl.float32) * d_state.to(tl.float32)).to(DT), L, PREC)
+    return result
 
 
 @triton.jit
