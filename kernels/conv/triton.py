@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from scanvas.kernels.activation import sigmoid, silu
+from scanvas.kernels.tiles import unit
 
 PIXELS = 16  # of a tile of the forward kernel, in each of its four rows
 WIDEST = 7  # kernel that the forward kernel knows
@@ -17,7 +18,7 @@ GRADIENT_TOKENS, GRADIENT_WARPS = 32, 1  # of a tile whose weight gradients are 
 
 
 @triton.jit
-def _taps(x_ptr, w_ptr, n, c, inside, H, W, C, stride, K: tl.constexpr, acc):
+def _taps(x_ptr, w_ptr, n, c, inside, H, W, C: tl.constexpr, stride, K: tl.constexpr, acc):
     """acc + Σ over the window of x·w for tokens ``n`` (BN,) and channels ``c`` (BC,) of one image."""
     row, col = n // W, n % W
     for dy in tl.static_range(K):
@@ -38,7 +39,7 @@ def _pick(i: tl.constexpr, w0, w1, w2, w3, w4, w5, w6):
 
 
 @triton.jit
-def _weight(w_ptr, dy: tl.constexpr, dx: tl.constexpr, c, C, K: tl.constexpr, FLIP: tl.constexpr):
+def _weight(w_ptr, dy: tl.constexpr, dx: tl.constexpr, c, C: tl.constexpr, K: tl.constexpr, FLIP: tl.constexpr):
     if dy < K:
         tap = (K * K - 1 - dy * K - dx) if FLIP else dy * K + dx
         return tl.load(w_ptr + tap * C + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
@@ -47,7 +48,7 @@ def _weight(w_ptr, dy: tl.constexpr, dx: tl.constexpr, c, C, K: tl.constexpr, FL
 
 
 @triton.jit
-def _finish(acc, out_ptr, bias, row, H, W, x, c, C, SILU: tl.constexpr):
+def _finish(acc, out_ptr, bias, row, H, W, x, c, C: tl.constexpr, SILU: tl.constexpr):
     acc += bias
     if SILU:
         acc = silu(acc)
@@ -56,17 +57,18 @@ def _finish(acc, out_ptr, bias, row, H, W, x, c, C, SILU: tl.constexpr):
     tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_batch", "x_token"])
 def _forward_kernel(
-    x_ptr,  # (B, H·W, C), strides (x_batch, x_token, 1)
+    x_ptr,  # (B, H·W, C), strides (x_batch·UNIT, x_token·UNIT, 1)
     w_ptr,  # (K·K, C)
     bias_ptr,  # (C,)
     out_ptr,  # (B, H·W, C)
     H,
     W,
-    C,
     x_batch,
     x_token,
+    UNIT: tl.constexpr,
+    C: tl.constexpr,
     K: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
@@ -80,7 +82,8 @@ def _forward_kernel(
     place, rest = rest % across, rest // across
     row, b = rest % strips * 4, (rest // strips).to(tl.int64)
     x, c = place * BX + tl.arange(0, BX), block * BC + tl.arange(0, BC)
-    image = x_ptr + b * x_batch
+    image = x_ptr + b * x_batch * UNIT
+    x_token *= UNIT
     acc0 = tl.zeros((BX, BC), tl.float32)
     acc1 = tl.zeros((BX, BC), tl.float32)
     acc2 = tl.zeros((BX, BC), tl.float32)
@@ -118,9 +121,9 @@ def _forward_kernel(
     _finish(acc3, out, bias, row + 3, H, W, x, c, C, SILU)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_batch", "x_token"])
 def _gradient_kernel(
-    x_ptr,  # (B, N, C), strides (x_batch, x_token, 1)
+    x_ptr,  # (B, N, C), strides (x_batch·UNIT, x_token·UNIT, 1)
     w_ptr,  # (K·K, C)
     bias_ptr,  # (C,)
     d_out_ptr,  # (B, N, C)
@@ -128,9 +131,10 @@ def _gradient_kernel(
     partial_ptr,  # (B·tiles, K·K + 1, C) float32, this program's share of the gradients of weight and bias
     H,
     W,
-    C,
     x_batch,
     x_token,
+    UNIT: tl.constexpr,
+    C: tl.constexpr,
     K: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
@@ -142,7 +146,8 @@ def _gradient_kernel(
     b, block = rest // tl.cdiv(C, BC), rest % tl.cdiv(C, BC)
     n, c = tile * BN + tl.arange(0, BN), block * BC + tl.arange(0, BC)
     inside = (n < H * W)[:, None] & (c < C)[None, :]
-    image = x_ptr + b.to(tl.int64) * x_batch
+    image = x_ptr + b.to(tl.int64) * x_batch * UNIT
+    x_token *= UNIT
     offset = (b.to(tl.int64) * H * W + n)[:, None] * C + c[None, :]
     gradient = tl.load(d_out_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     if SILU:
@@ -175,8 +180,13 @@ def _taps_first(weight: Tensor) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Channels must be neighbours; batch and token may have any stride."""
-    return x if x.stride(2) == 1 else x.contiguous()
+    """Channels must be neighbours and a token's stride an int32; that of the batch may be anything."""
+    return x if x.stride(2) == 1 and x.stride(1) < 2**31 else x.contiguous()
+
+
+def _spacing(x: Tensor) -> dict[str, int]:
+    """``x_batch``, ``x_token`` and their ``UNIT``, as the kernels take them."""
+    return {"x_batch": x.stride(0) // unit(x), "x_token": x.stride(1) // unit(x), "UNIT": unit(x)}
 
 
 def _launch(x, taps, bias, H, W, K, silu, flip, dtype):
@@ -186,7 +196,7 @@ def _launch(x, taps, bias, H, W, K, silu, flip, dtype):
     programs = triton.cdiv(H, 4) * triton.cdiv(W, BX) * triton.cdiv(C, BC) * B
     with torch.cuda.device_of(x):
         _forward_kernel[(programs,)](
-            x, taps, taps if bias is None else bias, out, H, W, C, x.stride(0), x.stride(1), K=K,
+            x, taps, taps if bias is None else bias, out, H, W, **_spacing(x), C=C, K=K,
             BIAS=bias is not None, SILU=silu, FLIP=flip, BX=BX, BC=BC,
             num_warps=max(1, BX * BC // (256 if K < 7 else 128)),  # with fewer the weights of 7×7 do not fit registers
         )  # fmt: skip
@@ -215,8 +225,8 @@ def _backward(
     d_pre = torch.empty_like(d_out) if silu else d_out
     with torch.cuda.device_of(x):
         _gradient_kernel[(tiles * triton.cdiv(C, BC) * B,)](
-            x, taps, taps if bias is None else bias, d_out, d_pre, partial, H, W, C, x.stride(0), x.stride(1),
-            K=K, BIAS=bias is not None, SILU=silu, BN=GRADIENT_TOKENS, BC=BC, num_warps=GRADIENT_WARPS,
+            x, taps, taps if bias is None else bias, d_out, d_pre, partial, H, W, **_spacing(x), C=C, K=K,
+            BIAS=bias is not None, SILU=silu, BN=GRADIENT_TOKENS, BC=BC, num_warps=GRADIENT_WARPS,
         )  # fmt: skip
     d_x = _launch(d_pre, taps, None, H, W, K, False, True, x.dtype)
     d_weight = partial[:, :-1].sum(0).T.reshape(weight.shape).to(weight.dtype)
