@@ -58,6 +58,14 @@ def test_halves_where_states_would_take_too_much_memory(batch, monkeypatch):
     check_states(batch, 20, 3, bidirectional=True)
 
 
+def test_no_images(cut):
+    """An empty batch, with its gradients."""
+    tensors = [x.requires_grad_() for x in testing.make_inputs(BOTH, 0, 5, 2, 8, 8)]
+    out = gated_linear_attention(*tensors, impl="triton")
+    assert out.shape == (0, 5, 2, 8)
+    assert [x.shape for x in torch.autograd.grad(out.sum(), tensors)] == [x.shape for x in tensors]
+
+
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_states(bidirectional, cut):
     check_states(1, 37, 1, bidirectional)

@@ -110,7 +110,7 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, bidirectional: bool) -> Plan:
     walk_BK = min(triton.next_power_of_2(KP * BK), widest)
     walks = B * H * triton.cdiv(KP * BK, walk_BK) * tiles * (2 if bidirectional else 1)
     segments = 1
-    if walks < FEW_WALKS:
+    if 0 < walks < FEW_WALKS:
         segments = max(1, min(triton.cdiv(WANTED_WALKS, walks), chunks // MIN_SEGMENT_CHUNKS))
     return Plan(L, BK, KP, BV, BV2, walk_BK, bfloat16, tiles, chunks, 1, chunks).cut(segments)
 
@@ -119,7 +119,7 @@ def fused_plan(plan: Plan, heads: int) -> Plan | None:
     """The same tiles, with the segments that programs of ``fused_kernel`` take; ``None`` where it does not serve."""
     if plan.KP > 1 or plan.tiles > 1 or plan.BV2:
         return None
-    if heads < ENOUGH_PROGRAMS:
+    if 0 < heads < ENOUGH_PROGRAMS:
         segments = min(SEGMENT_PROGRAMS // heads, plan.chunks // MIN_FUSED_CHUNKS)
         cut = plan.cut(max(1, segments))
         if cut.segments > 1 and heads * cut.segments >= MANY_PROGRAMS:
