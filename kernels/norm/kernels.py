@@ -15,7 +15,7 @@ def _raster(t, N, H, W, COLUMNS: tl.constexpr, BACKWARDS: tl.constexpr):
 
 
 @triton.jit
-def _normalise(x, inside, C, eps, LAYER: tl.constexpr):
+def _normalise(x, inside, C: tl.constexpr, eps, LAYER: tl.constexpr):
     """Normalised rows and the factor which they were multiplied with."""
     if LAYER:
         x = tl.where(inside, x - tl.sum(x, axis=1)[:, None] / C, 0.0)
@@ -24,7 +24,7 @@ def _normalise(x, inside, C, eps, LAYER: tl.constexpr):
 
 
 @triton.jit
-def _vector(pointer, offset, c, C, PRESENT: tl.constexpr, default: tl.constexpr):
+def _vector(pointer, offset, c, C: tl.constexpr, PRESENT: tl.constexpr, default: tl.constexpr):
     """``(1, channels)`` float32, or a constant where the operation has no such argument."""
     if PRESENT:
         return tl.load(pointer + offset + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
@@ -44,13 +44,13 @@ def norm_kernel(
     sum_ptr,  # (B, N, C), raster order
     out_ptr,  # (B, N, C), raster order after a branch, else scan order
     N,
-    C,
     H,
     W,
     gate_stride,
     shift_stride,
     scale_stride,
     eps,
+    C: tl.constexpr,
     BRANCH: tl.constexpr,
     GATE: tl.constexpr,
     NORM: tl.constexpr,
@@ -100,13 +100,13 @@ def norm_backward_kernel(
     d_branch_ptr,  # (B, N, C), scan order
     partial_ptr,  # (programs, 5, C) float32: shares of gate, weight, bias, shift, scale
     N,
-    C,
     H,
     W,
     gate_stride,
     scale_stride,
     eps,
     programs,  # for an image
+    C: tl.constexpr,
     BRANCH: tl.constexpr,
     GATE: tl.constexpr,
     NORM: tl.constexpr,

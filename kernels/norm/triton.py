@@ -55,8 +55,8 @@ def _forward(x, branch, gate, weight, bias, shift, scale, norm: Norm | None, ord
             norm_kernel[(B * triton.cdiv(N, cut["BR"]),)](
                 x, None if branch is None else branch.contiguous(), gate,
                 None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous(),
-                shift, scale, total, out, N, C, *grid, _stride(gate), _stride(shift), _stride(scale),
-                0.0 if norm is None else norm.eps, BRANCH=branch is not None, GATE=gate is not None,
+                shift, scale, total, out, N, *grid, _stride(gate), _stride(shift), _stride(scale),
+                0.0 if norm is None else norm.eps, C=C, BRANCH=branch is not None, GATE=gate is not None,
                 NORM=norm is not None, LAYER=norm is not None and norm.layer, WEIGHT=weight is not None,
                 BIAS=bias is not None, MODULATE=shift is not None, COLUMNS=columns, BACKWARDS=backwards, **cut,
             )  # fmt: skip
@@ -97,7 +97,7 @@ def _backward(
         with torch.cuda.device_of(x):
             norm_backward_kernel[(B * programs,)](
                 inputs[0], inputs[1], gate, inputs[2], inputs[3], scale, inputs[4], inputs[5], d_x, d_branch, partial,
-                N, C, H, W, _stride(gate), _stride(scale), eps, programs, BRANCH=d_sum is not None,
+                N, H, W, _stride(gate), _stride(scale), eps, programs, C=C, BRANCH=d_sum is not None,
                 GATE=gate is not None, NORM=d_out is not None, LAYER=layer, WEIGHT=weight is not None,
                 BIAS=bias is not None, MODULATE=scale is not None, COLUMNS=columns, BACKWARDS=backwards,
                 STEPS=steps, **cut,
