@@ -15,8 +15,8 @@ def _forward_kernel(
     x_ptr,  # (rows, 2·D)
     out_ptr,  # (rows, D), its rows out_stride apart; may be x_ptr
     count,  # rows·D
-    D,
-    out_stride,
+    D: tl.constexpr,
+    out_stride: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -34,7 +34,7 @@ def _backward_kernel(
     d_out_ptr,  # (rows, D)
     d_x_ptr,  # (rows, 2·D)
     count,  # rows·D
-    D,
+    D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
