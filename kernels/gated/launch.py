@@ -1,11 +1,12 @@
 """Launch the kernels: tensors in, tensors out, no autograd."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
+
+from scanvas.kernels.tiles import unit
 
 from .backward import gradient_kernel
 from .chunks import output_kernel
@@ -39,12 +40,6 @@ def _in_halves(function, dim: int, arguments: tuple, states: range, *rest) -> tu
     first, second = (function(*half, *rest) for half in zip(*halves))
     dims = [dim] * (len(first) - 2) + [min(dim, 1)] * 2
     return tuple(None if x is None else torch.cat((x, y), d) for x, y, d in zip(first, second, dims))
-
-
-def _unit(*tensors: Tensor) -> int:
-    """The power of two, at most 16, that divides the strides of all. Kernels are given strides in this unit: Triton by
-    itself sees only whether a stride is a multiple of 16, and would load heads of 36 or 72 element by element."""
-    return math.gcd(16, *(stride for x in tensors for stride in x.stride()[:3]))
 
 
 def _arguments(x: Tensor, unit: int) -> tuple[Tensor, int, int, int]:
@@ -104,7 +99,7 @@ def _walk(x, y, gates, initials, last: bool, normalizer: float, plan: Plan, agai
         return torch.empty(directions, heads, *shape, dtype=dtype, device=x.device)
 
     pieces = triton.cdiv(plan.WK, plan.walk_BK)
-    narrow, wide = _unit(x, *gates), _unit(y)
+    narrow, wide = unit(x, *gates), unit(y)
     states = lowest = None
     if stash:
         states = empty(plan.chunks, DV, plan.WK, dtype=plan.stash_dtype)
@@ -174,7 +169,7 @@ def forward(
     scale = scale / 2 if bidirectional else scale
     out = torch.empty(B, N, H, DV, dtype=v.dtype, device=q.device)
     initials = (initial_state, reverse_initial_state)[: 1 + bidirectional]
-    narrow, wide = _unit(q, k, *gates), _unit(v)
+    narrow, wide = unit(q, k, *gates), unit(v)
     common = {"BIDIRECTIONAL": bidirectional, "NORMALIZER": normalizer, "UNIT_K": narrow, "UNIT_V": wide}
     common |= {"DK": DK, "DV": DV}
     with torch.cuda.device_of(q):
@@ -250,7 +245,7 @@ def backward(
         wanted = any(x is not None for x in initials)
         states = _walk(k, v, gates, initials, False, normalizer, plan, against=False)
         gradients = _walk(q, d_out, gates, grads, wanted, normalizer, plan, against=True)
-        narrow, wide = _unit(q, k, *gates), _unit(v, d_out)
+        narrow, wide = unit(q, k, *gates), unit(v, d_out)
         pairs = (q, narrow), (k, narrow), (v, wide), (gates[0], narrow), (gates[-1], narrow), (d_out, wide)
         tensors = [part for pair in pairs for part in _arguments(*pair)]
         _chunks(
