@@ -24,7 +24,10 @@ def unit(*tensors: Tensor) -> int:
     """The power of two, at most 16, that divides all strides but the last, of one. Kernels are given strides in such a
     unit, a constant: Triton by itself sees only whether a stride is a multiple of 16, and would load rows of 36 or 72
     numbers one by one."""
-    return math.gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
+    size = 16
+    for x in tensors:
+        size = math.gcd(size, *x.stride()[:-1])
+    return size
 
 
 def shares(tiles: int, most: int = 1024) -> tuple[int, int]:

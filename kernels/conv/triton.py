@@ -186,7 +186,8 @@ def _dense(x: Tensor) -> Tensor:
 
 def _spacing(x: Tensor) -> dict[str, int]:
     """``x_batch``, ``x_token`` and their ``UNIT``, as the kernels take them."""
-    return {"x_batch": x.stride(0) // unit(x), "x_token": x.stride(1) // unit(x), "UNIT": unit(x)}
+    size = unit(x)
+    return {"x_batch": x.stride(0) // size, "x_token": x.stride(1) // size, "UNIT": size}
 
 
 def _launch(x, taps, bias, H, W, K, silu, flip, dtype):

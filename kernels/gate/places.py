@@ -22,4 +22,5 @@ def by_token(gate: Tensor) -> Tensor:
 
 def spacing(gates: Tensor) -> dict[str, int]:
     """``gate_stride`` and its ``UNIT``, as the kernels take them."""
-    return {"gate_stride": gates.stride(0) // unit(gates), "UNIT": unit(gates)}
+    size = unit(gates)
+    return {"gate_stride": gates.stride(0) // size, "UNIT": size}

@@ -27,9 +27,10 @@ def _placed(**tensors: Tensor) -> dict[str, Tensor | int]:
     """A kernel's arguments for these tensors ``(B, N, H, …)``: themselves, and their strides in units."""
     arguments = {}
     for name, x in tensors.items():
-        arguments[f"{name}_ptr"], arguments[f"UNIT_{name.upper()}"] = x, unit(x)
-        for axis, stride in zip(("batch", "token", "head"), x.stride()):
-            arguments[f"{name}_{axis}"] = stride // unit(x)
+        size = unit(x)
+        batch, token, head, _ = x.stride()
+        arguments |= {f"{name}_ptr": x, f"UNIT_{name.upper()}": size, f"{name}_batch": batch // size}
+        arguments |= {f"{name}_token": token // size, f"{name}_head": head // size}
     return arguments
 
 
