@@ -27,8 +27,8 @@ def swiglu_kernel(
     both_ptr,  # (R, 2·D), written with KEEP: x Wᵀ
     R,
     C,
-    D,
     x_stride,
+    D: tl.constexpr,
     KEEP: tl.constexpr,
     EVEN: tl.constexpr,  # C is a multiple of BC
     BR: tl.constexpr,
@@ -104,7 +104,7 @@ def _launch(x: Tensor, weight: Tensor, keep: bool) -> tuple[Tensor, Tensor | Non
     options = {"BR": BR, "BD": BD, "BC": BC, "num_warps": warps, "num_stages": stages}
     grid = min(programs, triton.cdiv(R, BR) * triton.cdiv(D, BD))
     with torch.cuda.device_of(x):
-        swiglu_kernel[(grid,)](x, weight, out, both, R, C, D, x.stride(0), KEEP=keep, EVEN=C % BC == 0, **options)
+        swiglu_kernel[(grid,)](x, weight, out, both, R, C, x.stride(0), D, KEEP=keep, EVEN=C % BC == 0, **options)
     return out, both
 
 
