@@ -103,7 +103,7 @@ def fused_kernel(
     DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B·H · segments). Strides come in units, see ``launch``."""
+    """Grid (B·H · segments). Strides come in units, see ``tiles.unit``."""
     place = tl.program_id(0).to(tl.int64)
     lowest_ptr += place
     if not CLOSE:  # noqa: SIM102 - the compiler needs the static condition apart

@@ -42,8 +42,9 @@ def _in_halves(function, dim: int, arguments: tuple, states: range, *rest) -> tu
     return tuple(None if x is None else torch.cat((x, y), d) for x, y, d in zip(first, second, dims))
 
 
-def _arguments(x: Tensor, unit: int) -> tuple[Tensor, int, int, int]:
-    return x, *(stride // unit for stride in x.stride()[:3])
+def _arguments(x: Tensor, of: int) -> tuple[Tensor, int, int, int]:
+    """x, and its strides in units ``of`` so many elements, see ``tiles.unit``."""
+    return x, *(stride // of for stride in x.stride()[:3])
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def walk_kernel(
     BV: tl.constexpr, BV2: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (B·H, pieces of WK · tiles of v, segments · directions). One program walks a segment in the order of its
-    scan, or AGAINST it. Strides come in units, see ``launch``.
+    scan, or AGAINST it. Strides come in units, see ``tiles.unit``.
 
     Where a chunk is to be computed the close way its factors are relative to the middle of its decay; the state is
     stored with the half that leads there. If the sequence is CUT, walks start from zero and ``complete_kernel`` adds
