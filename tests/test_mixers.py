@@ -111,6 +111,7 @@ class Holder(nn.Module):
         return self.mixer(x, (3, 4), 1)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", MIXERS)
 @torch.no_grad()
 def test_training_mode_export_script_trace_and_offload(name):

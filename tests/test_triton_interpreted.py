@@ -1,6 +1,6 @@
 """The Triton kernels on the CPU, under Triton's interpreter.
 
-The interpreter is chosen when triton is imported, so these tests run in a process of their own.
+The interpreter is chosen when triton is imported, so these tests run in processes of their own, of about equal length.
 """
 
 import os
@@ -15,18 +15,17 @@ import pytest
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(
-    "name",
+    "names",
     [
-        "gated_interpreted.py",
-        "test_triton_elementwise.py",
-        "test_token_norm.py",
-        "test_triton_linear.py",
-        "test_stem.py",
+        ["gated_interpreted.py"],
+        ["test_triton_elementwise.py"],
+        ["test_token_norm.py", "test_triton_linear.py", "test_stem.py"],
     ],
+    ids=" ".join,
 )
-def test_kernels_under_the_interpreter(name):
-    file = Path(__file__).with_name(name)
+def test_kernels_under_the_interpreter(names):
+    tests = Path(__file__).parent
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(file)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=file.parent.parent)
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *(str(tests / name) for name in names)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tests.parent)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
