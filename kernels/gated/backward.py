@@ -47,7 +47,7 @@ def summed(u, once, REVERSE: tl.constexpr, L: tl.constexpr, DT: tl.constexpr, PR
 
 
 @triton.jit
-def met(state, d_state, L: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
+def overlap(state, d_state, L: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
     """Σ_v S ⊙ dS as a row to be broadcast. Of bfloat16 it comes as a matrix product, in L equal rows: the reduction of
     two states in float32 would fill the registers and have threads wait."""
     if DT == tl.float32:
@@ -149,13 +149,13 @@ def gradients_of_chunk(
             here = ((direction * heads + head) * chunks + chunk) * (DV * WK)
             state = load_state(stash_ptr + here, first_v, piece * BK, DV, WK, BV, BK)
             d_state = load_state(gradient_ptr + here, first_v, piece * BK, DV, WK, BV, BK)
-            around = met(state, d_state, L, DT, PREC)
+            around = overlap(state, d_state, L, DT, PREC)
             from_state = mm(dout, state, PREC)
             from_gradient = mm(v, d_state, PREC)
             if BV2:
                 state2 = load_state(stash_ptr + here, first_v + BV, piece * BK, DV, WK, BV2, BK)
                 d_state2 = load_state(gradient_ptr + here, first_v + BV, piece * BK, DV, WK, BV2, BK)
-                around += met(state2, d_state2, L, DT, PREC)
+                around += overlap(state2, d_state2, L, DT, PREC)
                 from_state = mm_add(dout2, state2, from_state, PREC)
                 from_gradient = mm_add(v2, d_state2, from_gradient, PREC)
             if CLOSE:
