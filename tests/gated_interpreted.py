@@ -39,9 +39,19 @@ def test_gates(gate, programs, chunks, monkeypatch):
     testing.check(BOTH, testing.make_inputs(BOTH, 1, 20, 1, 8, 8, gate=gate), "triton", torch.float32)
 
 
-@pytest.mark.parametrize(("Dk", "Dv"), [(5, 72), (40, 9)])
+@pytest.mark.parametrize(("Dk", "Dv"), [(5, 72), (40, 9), (8, 96)])
 def test_head_dimensions_and_tiles(Dk, Dv):
     testing.check(BOTH, testing.make_inputs(BOTH, 1, 18, 1, Dk, Dv), "triton", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tiles_of_any_head_end_with_it_or_are_masked(dtype):
+    """Kernels mask a tile's columns only if its width does not divide that of the head."""
+    for D in range(1, 257):
+        x = torch.empty(1, 300, 1, D, dtype=dtype, device="meta")
+        plan_ = plan.make_plan(x, x, x, True)
+        for step, widths in ((plan_.BK, {plan_.BK}), (plan_.BV + plan_.BV2, {plan_.BV, plan_.BV2} - {0})):
+            assert D % step == 0 or all(D % width for width in widths), (D, plan_)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

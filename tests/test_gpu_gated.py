@@ -57,7 +57,7 @@ def test_head_dimensions(Dk, Dv):
         check(inputs(B, 40, 2, Dk, Dv), torch.bfloat16)
 
 
-@pytest.mark.parametrize(("Dk", "Dv"), [(1, 1), (5, 7), (36, 72), (128, 128), (256, 256)])
+@pytest.mark.parametrize(("Dk", "Dv"), [(1, 1), (5, 7), (36, 72), (32, 96), (16, 160), (128, 192), (256, 256)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_small_and_large_heads(Dk, Dv, dtype):
     check(inputs(1, 70, 2, Dk, Dv), dtype)
