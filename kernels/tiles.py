@@ -7,6 +7,9 @@ import triton
 from torch import Tensor
 
 
+STAGES = 2  # tiles of a backward pass that are on their way at once, that of the next step while one is worked on
+
+
 class Cut(NamedTuple):
     """Elements of a tile, if a row has not more of them, and the warps of its program."""
 
@@ -36,5 +39,5 @@ def shares(tiles: int, most: int = 1024) -> tuple[int, int]:
     Enough programs to fill the largest chips a few times over, few enough for their shares of the gradients that are
     summed over rows to be added up in no time.
     """
-    steps = triton.cdiv(tiles, most)
+    steps = max(1, triton.cdiv(tiles, most))
     return triton.cdiv(tiles, steps), steps

@@ -19,7 +19,7 @@ import pytest
     [
         ["gated_interpreted.py"],
         ["test_triton_elementwise.py"],
-        ["test_token_norm.py", "test_triton_linear.py", "test_stem.py"],
+        ["test_layer.py", "test_token_norm.py", "test_triton_linear.py", "test_stem.py"],
     ],
     ids=" ".join,
 )

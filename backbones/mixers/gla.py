@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scanvas.backbones.rope import apply_rope
+from scanvas.kernels import dispatch
 from scanvas.kernels.gate import gated_mix, swish_norm
 from scanvas.kernels.gated import attention_rows, gated_linear_attention_from_logits
 from scanvas.kernels.gated.reference import log_decay_from_logits
+from scanvas.kernels.layer import gated_layer, gated_layer_pays
 
 from .base import TokenConv, TokenMixer, is_plain, rms_factor
 from .selective_rope import SelectiveRope, rotate
@@ -156,38 +158,74 @@ class GatedLinearAttention(TokenMixer):
         """The local features ℓ, or ``x`` itself."""
         return x if self.conv is None else self.convolve(self.conv, x, grid, prefix, self.conv_act)
 
-    def _projections(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys, values and the logits of the decays, each ``(B, N, heads, D)`` or, of two directions,
-        ``(B, N, 2, heads, D)``; and the logits of the output gate ``(B, N, C)`` if they came with the others.
+    def _projections(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor | None]:
+        """Queries, keys, values and the logits of the decays of each direction, all ``(B, N, heads, D)``; and the
+        logits of the output gate ``(B, N, C)`` if they came with the others.
 
         On a GPU everything is one product for models that are not wide, in which the two factors of the decays'
         low-rank projection are multiplied first: products of few columns are bound by memory and by launches. It
         spares an H200 some 20 of a layer's 500 µs at 65,536 tokens of 192 channels; at 1,152 channels the larger
         product takes a percent longer.
         """
-        down, up = (getattr(self.decay_proj, name) for name in "01")  # a scripted Sequential cannot be unpacked
-        readers = [self.to_qkv] if self.fused_projections else [self.to_q, self.to_k, self.to_v]
+        readers, down, up = self._projecting()
         if _at_once(features, *readers, down, up, self.gate_proj):
-            weight = torch.cat([*(layer.weight for layer in readers), up.weight @ down.weight, self.gate_proj.weight])
             bias = torch.cat([_bias(layer) for layer in (*readers, up, self.gate_proj)])
-            widths = (self.key_dim, self.key_dim, self.value_dim, len(up.bias), self.value_dim)
-            *parts, out_gate = F.linear(features, weight, bias).split(widths, dim=-1)
-            q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in parts[:3])
-            logits = parts[3]
+            directions = len(up.weight) // self.key_dim
+            widths = (self.key_dim, self.key_dim, self.value_dim, *[self.key_dim] * directions, self.value_dim)
+            *parts, out_gate = F.linear(features, self._weight(readers, down, up), bias).split(widths, dim=-1)
+            q, k, v, *gates = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
         else:
             q, k, v = self.qkv(features)
-            logits, out_gate = self.decay_proj(features), None
-        return q, k, v, logits.unflatten(-1, (-1, self.num_heads, q.shape[-1])), out_gate
+            out_gate = None
+            # Split, not indexed: the gradient of an index is a tensor of zeros with a part filled in.
+            logits = self.decay_proj(features).split(self.key_dim, dim=-1)
+            gates = [part.unflatten(-1, (self.num_heads, -1)) for part in logits]
+        return q, k, v, gates, out_gate
+
+    def _projecting(self) -> tuple[list[nn.Module], nn.Module, nn.Module]:
+        """The layers that give queries, keys and values, and the two of the decays."""
+        readers = [self.to_qkv] if self.fused_projections else [self.to_q, self.to_k, self.to_v]
+        down, up = (getattr(self.decay_proj, name) for name in "01")  # a scripted Sequential cannot be unpacked
+        return readers, down, up
+
+    def _weight(self, readers: list[nn.Module], down: nn.Module, up: nn.Module) -> Tensor:
+        """The matrix of all projections."""
+        return torch.cat([*(layer.weight for layer in readers), up.weight @ down.weight, self.gate_proj.weight])
+
+    def _in_one(self, features: Tensor) -> Tensor | None:
+        """All between the convolution and the output projection as one operator, ``gated_layer``, or ``None`` where
+        that does not pay or the steps are not its own."""
+        readers, down, up = self._projecting()
+        own = self.output == "mix" and self.bidirectional and not self.rope and self.selective_rope is None
+        if not own or self.impl != "auto" or not gated_layer_pays(features):
+            return None
+        if not _at_once(features, *readers, down, up, self.gate_proj) or any(x.bias is not None for x in readers):
+            return None
+        weight, bias = self._weight(readers, down, up), torch.cat([_bias(up), _bias(self.gate_proj)])
+        if dispatch.autocasts(features.device.type):
+            dtype = torch.get_autocast_dtype(features.device.type)
+            features, weight, bias = features.to(dtype), weight.to(dtype), bias.to(dtype)
+        return gated_layer(
+            features,
+            weight,
+            bias,
+            self.out_norm(),
+            self.local_norm(),
+            num_heads=self.num_heads,
+            normalizer=self.gate_normalizer,
+            eps=self.norm_eps,
+            activation=self.out_act,
+        )
 
     def _scan_inputs(self, features: Tensor, grid: tuple[int, int], prefix: int):
         """Queries, keys, values, logits of the decays of both directions, and those of the output gate if known."""
-        q, k, v, logits, out_gate = self._projections(features)
+        q, k, v, gates, out_gate = self._projections(features)
         if self.rope:
             q, k = apply_rope(q, grid, prefix), apply_rope(k, grid, prefix)
         if self.selective_rope is not None:
             angles = self.selective_rope(features, grid, prefix)
             q, k = rotate(q, angles), rotate(k, angles)
-        return q, k, v, logits[:, :, 0], logits[:, :, 1] if self.bidirectional else None, out_gate
+        return q, k, v, gates[0], gates[1] if self.bidirectional else None, out_gate
 
     def _scan(self, features: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, Tensor | None]:
         """What the scan gives, and the logits of the output gate if they are known."""
@@ -215,7 +253,8 @@ class GatedLinearAttention(TokenMixer):
 
     def mix(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         features = self.features(x, grid, prefix)
-        return self._project(features, *self._scan(features, grid, prefix))
+        mixed = self._in_one(features)
+        return self._project(features, *self._scan(features, grid, prefix)) if mixed is None else self.to_out(mixed)
 
     def attend(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         return self._scan(self.features(x, grid, prefix), grid, prefix)[0]

@@ -20,7 +20,7 @@ def by_token(gate: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def spacing(gates: Tensor) -> dict[str, int]:
-    """``gate_stride`` and its ``UNIT``, as the kernels take them."""
-    size = unit(gates)
-    return {"gate_stride": gates.stride(0) // size, "UNIT": size}
+def spacing(**gates: Tensor) -> dict[str, int]:
+    """``gate_stride``, and so on by name, and their common ``UNIT``, as the kernels take them."""
+    size = unit(*gates.values())
+    return {f"{name}_stride": rows.stride(0) // size for name, rows in gates.items()} | {"UNIT": size}

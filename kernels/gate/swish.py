@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from scanvas.kernels.activation import sigmoid
-from scanvas.kernels.tiles import Cut, shares, tile
+from scanvas.kernels.tiles import STAGES, Cut, shares, tile
 
 from .places import by_token, gate_offset, spacing
 
@@ -56,13 +56,14 @@ def _backward_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
 ):
     d = tl.arange(0, BD)
     weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     d_weight = tl.zeros((BR, BD), tl.float32)
-    for step in range(STEPS):
+    for step in tl.range(STEPS, num_stages=STAGES):
         r = (tl.program_id(0).to(tl.int64) * STEPS + step) * BR + tl.arange(0, BR)
         inside = (r < rows)[:, None] & (d < D)[None, :]
         offset = r[:, None] * D + d[None, :]
@@ -92,7 +93,7 @@ def _forward(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     with torch.cuda.device_of(o):
         _forward_kernel[(triton.cdiv(rows, BR),)](
             o, gates, weight.contiguous(), out, rows, eps=eps, H=H, D=D, BR=BR, BD=BD, num_warps=FORWARD.warps,
-            **spacing(gates),
+            **spacing(gate=gates),
         )  # fmt: skip
     return out
 
@@ -113,8 +114,8 @@ def _backward(o: Tensor, gate: Tensor, weight: Tensor, d_out: Tensor, eps: float
     partial = torch.empty((programs, D), device=o.device, dtype=torch.float32)
     with torch.cuda.device_of(o):
         _backward_kernel[(programs,)](
-            o, gates, weight.contiguous(), d_out, d_o, d_gate, partial, rows, eps=eps, STEPS=steps,
-            H=H, D=D, BR=BR, BD=BD, num_warps=BACKWARD.warps, **spacing(gates),
+            o, gates, weight.contiguous(), d_out, d_o, d_gate, partial, rows, eps=eps, STEPS=steps, STAGES=STAGES,
+            H=H, D=D, BR=BR, BD=BD, num_warps=BACKWARD.warps, **spacing(gate=gates),
         )  # fmt: skip
     return d_o, d_gate, partial.sum(0).to(weight.dtype)
 

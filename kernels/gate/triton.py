@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from scanvas.kernels.activation import sigmoid
-from scanvas.kernels.tiles import Cut, shares, tile
+from scanvas.kernels.tiles import STAGES, Cut, shares, tile
 
 from .places import by_token, gate_offset, spacing
 
@@ -69,9 +69,9 @@ def _norm_backward(d_normed, x, inverse, weight, D):
     return inverse * (g - x * inverse * inverse * (tl.sum(g * x, axis=1)[:, None] / D))
 
 
-@triton.jit(do_not_specialize=["gate_stride"])
+@triton.jit(do_not_specialize=["gate_stride", "d_gate_stride"])
 def _backward_kernel(
-    o_ptr,  # (rows, D), this and all others but the last two
+    o_ptr,  # (rows, D), this and all others but the weights
     local_ptr,
     gate_ptr,  # tokens gate_stride·UNIT apart
     ow_ptr,  # (D,)
@@ -79,10 +79,11 @@ def _backward_kernel(
     d_out_ptr,
     d_o_ptr,
     d_local_ptr,
-    d_gate_ptr,
+    d_gate_ptr,  # tokens d_gate_stride·UNIT apart
     partial_ptr,  # (programs, 2, D) float32, this program's share of the gradients of the weights
     rows,
     gate_stride,
+    d_gate_stride,
     eps,
     SILU: tl.constexpr,
     UNIT: tl.constexpr,
@@ -91,6 +92,7 @@ def _backward_kernel(
     BR: tl.constexpr,
     BD: tl.constexpr,
     STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     d = tl.arange(0, BD)
     ow = tl.load(ow_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
@@ -98,7 +100,7 @@ def _backward_kernel(
     d_ow = tl.zeros((BR, BD), tl.float32)
     d_lw = tl.zeros((BR, BD), tl.float32)
     first = tl.program_id(0).to(tl.int64) * BR * STEPS
-    for step in range(STEPS):
+    for step in tl.range(STEPS, num_stages=STAGES):
         r = first + step * BR + tl.arange(0, BR)
         mask = (r < rows)[:, None] & (d < D)[None, :]
         offset = r[:, None] * D + d[None, :]
@@ -118,16 +120,17 @@ def _backward_kernel(
         tl.store(d_o_ptr + offset, _norm_backward(d_o, o, ro, ow, D).to(d_o_ptr.dtype.element_ty), mask=mask)
         d_local = _norm_backward(d_l, local, rl, lw, D)
         tl.store(d_local_ptr + offset, d_local.to(d_local_ptr.dtype.element_ty), mask=mask)
-        tl.store(d_gate_ptr + offset, d_gate.to(d_gate_ptr.dtype.element_ty), mask=mask)
+        place = gate_offset(r, d, H, D, d_gate_stride, UNIT)
+        tl.store(d_gate_ptr + place, d_gate.to(d_gate_ptr.dtype.element_ty), mask=mask)
     out = partial_ptr + tl.program_id(0).to(tl.int64) * 2 * D + d
     tl.store(out, tl.sum(d_ow, axis=0), mask=d < D)
     tl.store(out + D, tl.sum(d_lw, axis=0), mask=d < D)
 
 
-@torch.library.custom_op("scanvas::gated_mix", mutates_args=())
-def _forward(
+def forward(
     o: Tensor, local: Tensor, gate: Tensor, o_weight: Tensor, local_weight: Tensor, eps: float, silu: bool
 ) -> Tensor:
+    """The mix ``(B, N, H·D)``, without autograd."""
     o, local, gates = o.contiguous(), local.contiguous(), by_token(gate)
     H, D = o.shape[-2:]
     rows = o.numel() // D
@@ -136,9 +139,48 @@ def _forward(
     with torch.cuda.device_of(o):
         _forward_kernel[(triton.cdiv(rows, BR),)](
             o, local, gates, o_weight.contiguous(), local_weight.contiguous(), out, rows, eps=eps,
-            SILU=silu, H=H, D=D, BR=BR, BD=BD, num_warps=FORWARD.warps, **spacing(gates),
+            SILU=silu, H=H, D=D, BR=BR, BD=BD, num_warps=FORWARD.warps, **spacing(gate=gates),
         )  # fmt: skip
     return out
+
+
+def backward(
+    o: Tensor,
+    local: Tensor,
+    gate: Tensor,
+    o_weight: Tensor,
+    local_weight: Tensor,
+    d_out: Tensor,
+    eps: float,
+    silu: bool,
+    d_gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of all tensors; that of the gate is written into ``d_gate`` if given, part of a wider tensor."""
+    o, local, d_out = (x.contiguous() for x in (o, local, d_out))
+    gates = by_token(gate)
+    H, D = o.shape[-2:]
+    rows = o.numel() // D
+    BR, BD = tile(D, BACKWARD.elements)
+    programs, steps = shares(triton.cdiv(rows, BR))
+    d_o, d_local = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (o, local))
+    if d_gate is None:
+        d_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    partial = torch.empty((programs, 2, D), device=o.device, dtype=torch.float32)
+    with torch.cuda.device_of(o):
+        _backward_kernel[(programs,)](
+            o, local, gates, o_weight.contiguous(), local_weight.contiguous(), d_out, d_o, d_local, d_gate, partial,
+            rows, eps=eps, SILU=silu, H=H, D=D, BR=BR, BD=BD, STEPS=steps, STAGES=STAGES, num_warps=BACKWARD.warps,
+            **spacing(gate=gates, d_gate=d_gate.flatten(0, 1)),
+        )  # fmt: skip
+    weights = [d.to(w.dtype, copy=True) for d, w in zip(partial.sum(0), (o_weight, local_weight))]
+    return d_o, d_local, d_gate, *weights
+
+
+@torch.library.custom_op("scanvas::gated_mix", mutates_args=())
+def _forward(
+    o: Tensor, local: Tensor, gate: Tensor, o_weight: Tensor, local_weight: Tensor, eps: float, silu: bool
+) -> Tensor:
+    return forward(o, local, gate, o_weight, local_weight, eps, silu)
 
 
 @_forward.register_fake
@@ -157,21 +199,7 @@ def _backward(
     eps: float,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    o, local, d_out = (x.contiguous() for x in (o, local, d_out))
-    gates = by_token(gate)
-    H, D = o.shape[-2:]
-    rows = o.numel() // D
-    BR, BD = tile(D, BACKWARD.elements)
-    programs, steps = shares(triton.cdiv(rows, BR))
-    d_o, d_local, d_gate = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (o, local, gate))
-    partial = torch.empty((programs, 2, D), device=o.device, dtype=torch.float32)
-    with torch.cuda.device_of(o):
-        _backward_kernel[(programs,)](
-            o, local, gates, o_weight.contiguous(), local_weight.contiguous(), d_out, d_o, d_local, d_gate, partial,
-            rows, eps=eps, SILU=silu, H=H, D=D, BR=BR, BD=BD, STEPS=steps, num_warps=BACKWARD.warps, **spacing(gates),
-        )  # fmt: skip
-    weights = [d.to(w.dtype, copy=True) for d, w in zip(partial.sum(0), (o_weight, local_weight))]
-    return d_o, d_local, d_gate, *weights
+    return backward(o, local, gate, o_weight, local_weight, d_out, eps, silu)
 
 
 @_backward.register_fake

@@ -91,7 +91,7 @@ def far_gradients(q, k, g, p, p_t, REVERSE: tl.constexpr, L: tl.constexpr, DT: t
 def gradients_of_chunk(
     program, q_ptr, q_batch, q_token, q_head, k_ptr, k_batch, k_token, k_head, v_ptr, v_batch, v_token, v_head,
     f_ptr, f_batch, f_token, f_head, r_ptr, r_batch, r_token, r_head, dout_ptr, dout_batch, dout_token, dout_head,
-    dq_ptr, dk_ptr, df_ptr, dr_ptr, dv_ptr, stash_ptr, gradient_ptr, lowest_ptr,
+    dq_ptr, dk_ptr, df_ptr, dr_ptr, narrow_token, dv_ptr, wide_token, stash_ptr, gradient_ptr, lowest_ptr,
     scale, N, H, heads, chunks,
     CLOSE: tl.constexpr, BIDIRECTIONAL: tl.constexpr, NOTED: tl.constexpr, NORMALIZER: tl.constexpr,
     UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
@@ -109,8 +109,10 @@ def gradients_of_chunk(
     f_ptr += (b * f_batch + h * f_head) * UNIT_K
     r_ptr += (b * r_batch + h * r_head) * UNIT_K
     dout_ptr += (b * dout_batch + h * dout_head) * UNIT_V
-    narrow = ((tile * (heads // H) + b) * N * H + h) * DK
-    dv_ptr += (b * N * H + h) * DV
+    narrow_token *= UNIT_K
+    wide_token *= UNIT_V
+    narrow = (tile * (heads // H) + b) * N * narrow_token + h * DK
+    dv_ptr += b * N * wide_token + h * DV
     NOTES: tl.constexpr = (KP + NOTED - 1) // NOTED
     lowest_ptr += (head * chunks + chunk) * (DIRECTIONS * NOTES)
     i = tl.arange(0, L)[:, None]
@@ -192,19 +194,22 @@ def gradients_of_chunk(
             if NORMALIZER != 0:
                 dg *= gate_slope(gate, NORMALIZER)
             if direction == 1:
-                store_tile(dr_ptr + narrow, dg, chunk, N, H * DK, piece * BK, DK, L, BK)
+                store_tile(dr_ptr + narrow, dg, chunk, N, narrow_token, piece * BK, DK, L, BK)
             else:
-                store_tile(df_ptr + narrow, dg, chunk, N, H * DK, piece * BK, DK, L, BK)
-        store_tile(dq_ptr + narrow, dq * scale, chunk, N, H * DK, piece * BK, DK, L, BK)
-        store_tile(dk_ptr + narrow, dk * scale, chunk, N, H * DK, piece * BK, DK, L, BK)
+                store_tile(df_ptr + narrow, dg, chunk, N, narrow_token, piece * BK, DK, L, BK)
+        store_tile(dq_ptr + narrow, dq * scale, chunk, N, narrow_token, piece * BK, DK, L, BK)
+        store_tile(dk_ptr + narrow, dk * scale, chunk, N, narrow_token, piece * BK, DK, L, BK)
     scores_t = rounded(scores_t, DT)
-    store_tile(dv_ptr, mm_add(scores_t, dout, dv, PREC) * scale, chunk, N, H * DV, first_v, DV, L, BV)
+    store_tile(dv_ptr, mm_add(scores_t, dout, dv, PREC) * scale, chunk, N, wide_token, first_v, DV, L, BV)
     if BV2:
         dv2 = mm_add(scores_t, dout2, dv2, PREC)
-        store_tile(dv_ptr, dv2 * scale, chunk, N, H * DV, first_v + BV, DV, L, BV2)
+        store_tile(dv_ptr, dv2 * scale, chunk, N, wide_token, first_v + BV, DV, L, BV2)
 
 
-@triton.jit(do_not_specialize=["scale", "N", "H", "heads", "chunks", "programs", *strides("q k v f r dout")])
+_SCALARS = ["scale", "N", "H", "heads", "chunks", "programs", "narrow_token", "wide_token"]
+
+
+@triton.jit(do_not_specialize=[*_SCALARS, *strides("q k v f r dout")])
 def gradient_kernel(
     q_ptr, q_batch, q_token, q_head,  # (B, N, H, DK)
     k_ptr, k_batch, k_token, k_head,  # (B, N, H, DK)
@@ -212,8 +217,9 @@ def gradient_kernel(
     f_ptr, f_batch, f_token, f_head,  # (B, N, H, DK): forward gates
     r_ptr, r_batch, r_token, r_head,  # (B, N, H, DK): reverse gates, if BIDIRECTIONAL
     dout_ptr, dout_batch, dout_token, dout_head,  # (B, N, H, DV)
-    dq_ptr, dk_ptr, df_ptr, dr_ptr,  # (tiles of v, B, N, H, DK), contiguous: to be summed over the tiles
-    dv_ptr,  # (B, N, H, DV), contiguous
+    dq_ptr, dk_ptr, df_ptr, dr_ptr,  # (tiles of v, B, N, H, DK): to be summed over the tiles
+    narrow_token,  # of these four; heads lie side by side, batch and tiles follow without gaps
+    dv_ptr, wide_token,  # (B, N, H, DV), likewise
     stash_ptr, gradient_ptr,  # states, and their gradients over scale, as walk_kernel has left them
     lowest_ptr,
     scale, N, H, heads, chunks, programs,
@@ -228,9 +234,9 @@ def gradient_kernel(
         gradients_of_chunk(
             tl.program_id(0), q_ptr, q_batch, q_token, q_head, k_ptr, k_batch, k_token, k_head, v_ptr, v_batch,
             v_token, v_head, f_ptr, f_batch, f_token, f_head, r_ptr, r_batch, r_token, r_head, dout_ptr, dout_batch,
-            dout_token, dout_head, dq_ptr, dk_ptr, df_ptr, dr_ptr, dv_ptr, stash_ptr, gradient_ptr, lowest_ptr, scale,
-            N, H, heads, chunks, CLOSE, BIDIRECTIONAL, NOTED, NORMALIZER, UNIT_K, UNIT_V, DK, DV, KP, L, BK, BV,
-            BV2, DT, PREC,
+            dout_token, dout_head, dq_ptr, dk_ptr, df_ptr, dr_ptr, narrow_token, dv_ptr, wide_token, stash_ptr,
+            gradient_ptr, lowest_ptr, scale, N, H, heads, chunks, CLOSE, BIDIRECTIONAL, NOTED, NORMALIZER, UNIT_K,
+            UNIT_V, DK, DV, KP, L, BK, BV, BV2, DT, PREC,
         )  # fmt: skip
     else:
         first = tl.program_id(0) * FAR_BLOCK
@@ -239,7 +245,7 @@ def gradient_kernel(
                 gradients_of_chunk(
                     program, q_ptr, q_batch, q_token, q_head, k_ptr, k_batch, k_token, k_head, v_ptr, v_batch,
                     v_token, v_head, f_ptr, f_batch, f_token, f_head, r_ptr, r_batch, r_token, r_head, dout_ptr,
-                    dout_batch, dout_token, dout_head, dq_ptr, dk_ptr, df_ptr, dr_ptr, dv_ptr, stash_ptr, gradient_ptr,
-                    lowest_ptr, scale, N, H, heads, chunks, CLOSE, BIDIRECTIONAL, NOTED, NORMALIZER, UNIT_K, UNIT_V,
-                    DK, DV, KP, L, BK, BV, BV2, DT, PREC,
+                    dout_batch, dout_token, dout_head, dq_ptr, dk_ptr, df_ptr, dr_ptr, narrow_token, dv_ptr,
+                    wide_token, stash_ptr, gradient_ptr, lowest_ptr, scale, N, H, heads, chunks, CLOSE, BIDIRECTIONAL,
+                    NOTED, NORMALIZER, UNIT_K, UNIT_V, DK, DV, KP, L, BK, BV, BV2, DT, PREC,
                 )  # fmt: skip

@@ -78,6 +78,13 @@ def _to_internal(states, heads: int, DV: int, WK: int, device) -> Tensor | None:
     return result
 
 
+def _moved(gradients: tuple[Tensor | None, ...], into: tuple[Tensor, ...] | None) -> tuple[Tensor | None, ...]:
+    """The gradients, the first of them copied to where they are wanted."""
+    if into is None:
+        return gradients
+    return *(place.copy_(x) for x, place in zip(gradients, into)), *gradients[len(into) :]
+
+
 @dataclass(frozen=True)
 class _States:
     """What walks leave; layouts as in ``walk_kernel``. ``stash`` and ``lowest`` are there if wanted, so is ``last``,
@@ -220,13 +227,16 @@ def backward(
     d_reverse_final: Tensor | None,
     scale: float,
     normalizer: float,
+    into: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of ``q, k, v, gate, reverse_gate, initial_state, reverse_initial_state`` in their dtypes."""
+    """Gradients of ``q, k, v, gate, reverse_gate, initial_state, reverse_initial_state`` in their dtypes. The first
+    five, if both directions are there, may be written ``into`` parts of a wider ``(B, N, …)`` tensor, in which heads
+    lie side by side."""
     bidirectional = reverse_gate is not None
     plan = make_plan(q, k, v, bidirectional)
     if (dim := _split(plan, v, walks=2 * (1 + bidirectional))) is not None:
         arguments = (q, k, v, gate, reverse_gate, d_out, initial_state, reverse_initial_state, d_final, d_reverse_final)
-        return _in_halves(backward, dim, arguments, range(6, 10), scale, normalizer)
+        return _moved(_in_halves(backward, dim, arguments, range(6, 10), scale, normalizer), into)
     scale = scale / 2 if bidirectional else scale
     B, N, H, DK = q.shape
     DV = v.shape[-1]
@@ -238,21 +248,24 @@ def backward(
             dtype = like.dtype if plan.tiles == 1 else torch.float32
             return torch.empty(plan.tiles, B, N, H, DK, dtype=dtype, device=q.device)
 
-        dq, dk, df = over_tiles(q), over_tiles(k), over_tiles(gate)
-        dr = over_tiles(reverse_gate) if bidirectional else df
-        dv = torch.empty(B, N, H, DV, dtype=v.dtype, device=q.device)
+        if into is not None and plan.tiles == 1:
+            dq, dk, dv, df, dr = into
+            dq, dk, df, dr = (x[None] for x in (dq, dk, df, dr))
+        else:
+            dq, dk, df = over_tiles(q), over_tiles(k), over_tiles(gate)
+            dr = over_tiles(reverse_gate) if bidirectional else df
+            dv = torch.empty(B, N, H, DV, dtype=v.dtype, device=q.device)
         initials = (initial_state, reverse_initial_state)[: 1 + bidirectional]
         grads = [None if x is None else x / scale for x in (d_final, d_reverse_final)[: 1 + bidirectional]]
         wanted = any(x is not None for x in initials)
         states = _walk(k, v, gates, initials, False, normalizer, plan, against=False)
         gradients = _walk(q, d_out, gates, grads, wanted, normalizer, plan, against=True)
-        narrow, wide = unit(q, k, *gates), unit(v, d_out)
+        narrow, wide = unit(q, k, *gates, dq[0]), unit(v, d_out, dv)
         pairs = (q, narrow), (k, narrow), (v, wide), (gates[0], narrow), (gates[-1], narrow), (d_out, wide)
         tensors = [part for pair in pairs for part in _arguments(*pair)]
         _chunks(
-            gradient_kernel, plan, B * H,
-            *tensors, dq, dk, df, dr, dv, states.stash, gradients.stash, states.lowest,
-            scale, N, H, B * H, plan.chunks,
+            gradient_kernel, plan, B * H, *tensors, dq, dk, df, dr, dq.stride(2) // narrow, dv, dv.stride(1) // wide,
+            states.stash, gradients.stash, states.lowest, scale, N, H, B * H, plan.chunks,
             BIDIRECTIONAL=bidirectional, NORMALIZER=normalizer, UNIT_K=narrow, UNIT_V=wide, DK=DK, DV=DV,
         )  # fmt: skip
 
@@ -264,4 +277,4 @@ def backward(
     for direction, state in enumerate((initial_state, reverse_initial_state)):
         given = state is not None
         result.append(_from_internal(gradients.last[direction], q, state.dtype, scale) if given else None)
-    return tuple(result)
+    return tuple(result) if into is None or plan.tiles == 1 else _moved(tuple(result), into)

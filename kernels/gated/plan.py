@@ -94,8 +94,8 @@ def _value_tiles(DV: int, widest: int) -> tuple[int, int]:
         second = max(16, triton.next_power_of_2(rest))
         return (BV // 2, second) if BV // 2 + second < BV else (BV, 0)
     BV2 = min(BV, max(16, triton.next_power_of_2(rest)))
-    # Kernels mask the columns of a tile only if its width does not divide DV. Then no tile may lie beyond DV: 192 in two
-    # of 64 + 64 would.
+    # Kernels mask the columns of a tile only if its width does not divide DV. Otherwise no tile may lie beyond DV, as
+    # one of 192 in twice 64 + 64 would.
     while BV2 and DV % (BV + BV2) and (DV % BV == 0 or DV % BV2 == 0):
         BV2 = BV2 // 2 if BV2 > 16 else 0
     return BV, BV2

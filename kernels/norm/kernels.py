@@ -117,6 +117,7 @@ def norm_backward_kernel(
     COLUMNS: tl.constexpr,
     BACKWARDS: tl.constexpr,
     STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -131,7 +132,7 @@ def norm_backward_kernel(
     d_bias = tl.zeros((BR, BC), tl.float32)
     d_shift = tl.zeros((BR, BC), tl.float32)
     d_scale = tl.zeros((BR, BC), tl.float32)
-    for step in range(STEPS):
+    for step in tl.range(STEPS, num_stages=STAGES):
         t = (tl.program_id(0) % programs * STEPS + step) * BR + tl.arange(0, BR)
         inside = (t < N)[:, None] & (c < C)[None, :]
         scan = (image * N + t)[:, None] * C + c[None, :]

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from scanvas.kernels.scan_order import ORDERS
-from scanvas.kernels.tiles import Cut, shares, tile
+from scanvas.kernels.tiles import STAGES, Cut, shares, tile
 
 from .kernels import norm_backward_kernel, norm_kernel
 from .reference import Norm
@@ -100,17 +100,16 @@ def _backward(
                 N, H, W, _stride(gate), _stride(scale), eps, programs, C=C, BRANCH=d_sum is not None,
                 GATE=gate is not None, NORM=d_out is not None, LAYER=layer, WEIGHT=weight is not None,
                 BIAS=bias is not None, MODULATE=scale is not None, COLUMNS=columns, BACKWARDS=backwards,
-                STEPS=steps, **cut,
+                STEPS=steps, STAGES=STAGES, **cut,
             )  # fmt: skip
     else:
         partial.zero_()
-    sums = partial.sum(1)  # (B, 5, C)
     grads = [d_x, d_branch]
-    grads.append(None if gate is None else sums[:, :1].to(gate.dtype, copy=True))
-    grads.append(None if weight is None else sums[:, 1].sum(0).to(weight.dtype))
-    grads.append(None if bias is None else sums[:, 2].sum(0).to(bias.dtype))
-    grads += [None, None] if scale is None else [sums[:, i : i + 1].to(scale.dtype, copy=True) for i in (3, 4)]
-    return [g.contiguous() for g in grads if g is not None]
+    for i, (like, image) in enumerate(((gate, True), (weight, False), (bias, False), (scale, True), (scale, True))):
+        if like is not None:
+            total = partial[:, :, i].sum(1, keepdim=True) if image else partial[:, :, i].sum((0, 1))
+            grads.append(total.to(like.dtype))
+    return [g for g in grads if g is not None]
 
 
 @_backward.register_fake
