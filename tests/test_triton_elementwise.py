@@ -20,6 +20,7 @@ CONVOLUTIONS = [
     (1, (1, 1), 3, 3, True, None),
     (1, (6, 7), 3, 5, True, "silu"),
     (1, (5, 18), 2, 7, False, None),
+    (2, (9, 10), 6, 3, True, "silu"),
 ]
 if not dispatch.INTERPRETED:
     CONVOLUTIONS += [
@@ -29,12 +30,23 @@ if not dispatch.INTERPRETED:
     ]
 
 
+@pytest.fixture
+def few_programs(monkeypatch):
+    """For the interpreter, so that a program's tiles go on in the next column and in the next image."""
+    if dispatch.INTERPRETED:
+        from scanvas.kernels.conv import triton as kernels
+
+        monkeypatch.setattr(kernels, "PROGRAMS", 3)
+        for name in ("GRADIENTS", "WEIGHTS"):
+            monkeypatch.setattr(kernels, name, kernels.Tile(1, 4))
+
+
 @pytest.mark.parametrize("dtype", BUDGET)
 @pytest.mark.parametrize(
     ("batch", "grid", "channels", "size", "bias", "activation"),
     CONVOLUTIONS,
 )
-def test_convolution(dtype, batch, grid, channels, size, bias, activation):
+def test_convolution(dtype, batch, grid, channels, size, bias, activation, few_programs):
     torch.manual_seed(0)
     tokens = grid[0] * grid[1]
     x = torch.randn(batch, tokens + 1, channels)[:, 1:]  # as after a class token: not contiguous
@@ -46,6 +58,17 @@ def test_convolution(dtype, batch, grid, channels, size, bias, activation):
 
     # Under autocast the parameters stay float32 while tokens are half precision.
     compare(function, inputs, (dtype, torch.float32, torch.float32))
+
+
+def test_convolution_of_nothing():
+    """An empty batch has gradients of zero, not what the memory of the sums held."""
+    x = torch.randn(0, 6, 5, device=DEVICE).requires_grad_()
+    parameters = [torch.randn(shape, device=DEVICE).requires_grad_() for shape in ((5, 1, 3, 3), (5,))]
+    out = depthwise_conv2d(x, parameters[0], (2, 3), parameters[1], activation="silu", impl="triton")
+    assert out.shape == x.shape
+    gradients = torch.autograd.grad(out.sum(), [x, *parameters])
+    assert [g.shape for g in gradients] == [x.shape, *(p.shape for p in parameters)]
+    assert not any(g.any() for g in gradients)
 
 
 @pytest.mark.parametrize("dtype", BUDGET)

@@ -1,177 +1,48 @@
 """Depthwise convolution of tokens in Triton, with bias and SiLU, forward and backward.
 
-Bound by memory: each input is read once from it and each output written once; the k² reads of a token by its
-neighbours hit registers or the cache, since a program holds tokens side by side and channels lie next to each other.
+Bound by memory and by instructions: each input is read once from memory and each output written once; the k² reads of
+a token by its neighbours hit registers or the cache, since a program holds tokens side by side and channels lie next
+to each other. Backward, one kernel makes ``d_pre``, the gradient of what SiLU took, which it computes anew; the next
+goes over it for the gradients of input and weights at once.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from scanvas.kernels.activation import sigmoid, silu
-from scanvas.kernels.tiles import unit
+from scanvas.kernels.tiles import shares, unit
 
-PIXELS = 16  # of a tile of the forward kernel, in each of its four rows
-WIDEST = 7  # kernel that the forward kernel knows
-GRADIENT_TOKENS, GRADIENT_WARPS = 32, 1  # of a tile whose weight gradients are summed in one program
+from .gradient_kernels import gradients_kernel, sum_kernel, weights_kernel
+from .kernels import convolution_kernel
 
-
-@triton.jit
-def _taps(x_ptr, w_ptr, n, c, inside, H, W, C: tl.constexpr, stride, K: tl.constexpr, acc):
-    """acc + Σ over the window of x·w for tokens ``n`` (BN,) and channels ``c`` (BC,) of one image."""
-    row, col = n // W, n % W
-    for dy in tl.static_range(K):
-        for dx in tl.static_range(K):
-            y, x = row + dy - K // 2, col + dx - K // 2
-            ok = inside & ((y >= 0) & (y < H) & (x >= 0) & (x < W))[:, None]
-            value = tl.load(x_ptr + (y * W + x).to(tl.int64)[:, None] * stride + c[None, :], mask=ok, other=0.0)
-            weight = tl.load(w_ptr + (dy * K + dx) * C + c, mask=c < C, other=0.0).to(tl.float32)
-            acc += value.to(tl.float32) * weight[None, :]
-    return acc
+WIDEST = 7  # kernel that the kernels know
 
 
-@triton.jit
-def _pick(i: tl.constexpr, w0, w1, w2, w3, w4, w5, w6):
-    first = w0 if i == 0 else w1 if i == 1 else w2
-    last = w4 if i == 4 else w5 if i == 5 else w6
-    return first if i < 3 else w3 if i == 3 else last
+class Tile(NamedTuple):
+    """Pixels of each of a tile's four rows for 64 channels, elements of a row for each thread, and the registers that
+    the compiler may give a thread."""
+
+    pixels: int
+    elements: int
+    registers: int | None = None
 
 
-@triton.jit
-def _weight(w_ptr, dy: tl.constexpr, dx: tl.constexpr, c, C: tl.constexpr, K: tl.constexpr, FLIP: tl.constexpr):
-    if dy < K:
-        tap = (K * K - 1 - dy * K - dx) if FLIP else dy * K + dx
-        return tl.load(w_ptr + tap * C + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-    else:
-        return tl.zeros((1, c.shape[0]), tl.float32)
+FORWARD = Tile(16, 8)
+DERIVATIVE = Tile(16, 8, 128)
+GRADIENTS = Tile(8, 4)
+WEIGHTS = Tile(16, 8)
+PROGRAMS = 512  # at most, that share the tiles of the weights' gradients: as many as the largest chips hold at a time
 
 
-@triton.jit
-def _finish(acc, out_ptr, bias, row, H, W, x, c, C: tl.constexpr, SILU: tl.constexpr):
-    acc += bias
-    if SILU:
-        acc = silu(acc)
-    inside = ((x < W) & (row < H))[:, None] & (c < C)[None, :]
-    offset = row.to(tl.int64) * W * C + x[:, None] * C + c[None, :]
-    tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["x_batch", "x_token"])
-def _forward_kernel(
-    x_ptr,  # (B, H·W, C), strides (x_batch·UNIT, x_token·UNIT, 1)
-    w_ptr,  # (K·K, C)
-    bias_ptr,  # (C,)
-    out_ptr,  # (B, H·W, C)
-    H,
-    W,
-    x_batch,
-    x_token,
-    UNIT: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    FLIP: tl.constexpr,
-    BX: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """Four rows of BX pixels: a row that is read serves all of them that it reaches, and a weight all four."""
-    strips, across, blocks = tl.cdiv(H, 4), tl.cdiv(W, BX), tl.cdiv(C, BC)
-    block, rest = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    place, rest = rest % across, rest // across
-    row, b = rest % strips * 4, (rest // strips).to(tl.int64)
-    x, c = place * BX + tl.arange(0, BX), block * BC + tl.arange(0, BC)
-    image = x_ptr + b * x_batch * UNIT
-    x_token *= UNIT
-    acc0 = tl.zeros((BX, BC), tl.float32)
-    acc1 = tl.zeros((BX, BC), tl.float32)
-    acc2 = tl.zeros((BX, BC), tl.float32)
-    acc3 = tl.zeros((BX, BC), tl.float32)
-    for dx in tl.static_range(K):
-        column = x + dx - K // 2
-        reached = ((column >= 0) & (column < W))[:, None] & (c < C)[None, :]
-        pixels = image + column.to(tl.int64)[:, None] * x_token + c[None, :]
-        w0 = _weight(w_ptr, 0, dx, c, C, K, FLIP)
-        w1 = _weight(w_ptr, 1, dx, c, C, K, FLIP)
-        w2 = _weight(w_ptr, 2, dx, c, C, K, FLIP)
-        w3 = _weight(w_ptr, 3, dx, c, C, K, FLIP)
-        w4 = _weight(w_ptr, 4, dx, c, C, K, FLIP)
-        w5 = _weight(w_ptr, 5, dx, c, C, K, FLIP)
-        w6 = _weight(w_ptr, 6, dx, c, C, K, FLIP)
-        for dy in tl.static_range(K + 3):
-            y = row + dy - K // 2
-            ok = reached & (y >= 0) & (y < H)
-            value = tl.load(pixels + (y * W).to(tl.int64) * x_token, mask=ok, other=0.0).to(tl.float32)
-            if dy < K:
-                acc0 += value * _pick(dy, w0, w1, w2, w3, w4, w5, w6)
-            if dy >= 1 and dy < K + 1:
-                acc1 += value * _pick(dy - 1, w0, w1, w2, w3, w4, w5, w6)
-            if dy >= 2 and dy < K + 2:
-                acc2 += value * _pick(dy - 2, w0, w1, w2, w3, w4, w5, w6)
-            if dy >= 3:
-                acc3 += value * _pick(dy - 3, w0, w1, w2, w3, w4, w5, w6)
-    bias = tl.zeros((1, BC), tl.float32)
-    if BIAS:
-        bias += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-    out = out_ptr + b * H * W * C
-    _finish(acc0, out, bias, row, H, W, x, c, C, SILU)
-    _finish(acc1, out, bias, row + 1, H, W, x, c, C, SILU)
-    _finish(acc2, out, bias, row + 2, H, W, x, c, C, SILU)
-    _finish(acc3, out, bias, row + 3, H, W, x, c, C, SILU)
-
-
-@triton.jit(do_not_specialize=["x_batch", "x_token"])
-def _gradient_kernel(
-    x_ptr,  # (B, N, C), strides (x_batch·UNIT, x_token·UNIT, 1)
-    w_ptr,  # (K·K, C)
-    bias_ptr,  # (C,)
-    d_out_ptr,  # (B, N, C)
-    d_pre_ptr,  # (B, N, C), gradient before SiLU, written only with SILU
-    partial_ptr,  # (B·tiles, K·K + 1, C) float32, this program's share of the gradients of weight and bias
-    H,
-    W,
-    x_batch,
-    x_token,
-    UNIT: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    BN: tl.constexpr,
-    BC: tl.constexpr,
-):
-    tiles = tl.cdiv(H * W, BN)
-    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    b, block = rest // tl.cdiv(C, BC), rest % tl.cdiv(C, BC)
-    n, c = tile * BN + tl.arange(0, BN), block * BC + tl.arange(0, BC)
-    inside = (n < H * W)[:, None] & (c < C)[None, :]
-    image = x_ptr + b.to(tl.int64) * x_batch * UNIT
-    x_token *= UNIT
-    offset = (b.to(tl.int64) * H * W + n)[:, None] * C + c[None, :]
-    gradient = tl.load(d_out_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        pre = tl.zeros((BN, BC), tl.float32)
-        pre = _taps(image, w_ptr, n, c, inside, H, W, C, x_token, K, pre)
-        if BIAS:
-            pre += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-        s = sigmoid(pre)
-        gradient *= s * (1.0 + pre * (1.0 - s))
-        tl.store(d_pre_ptr + offset, gradient.to(d_pre_ptr.dtype.element_ty), mask=inside)
-    out = partial_ptr + (b.to(tl.int64) * tiles + tile) * (K * K + 1) * C + c
-    row, col = n // W, n % W
-    for dy in tl.static_range(K):
-        for dx in tl.static_range(K):
-            y, x = row + dy - K // 2, col + dx - K // 2
-            ok = inside & ((y >= 0) & (y < H) & (x >= 0) & (x < W))[:, None]
-            value = tl.load(image + (y * W + x).to(tl.int64)[:, None] * x_token + c[None, :], mask=ok, other=0.0)
-            share = tl.sum(value.to(tl.float32) * gradient, axis=0)
-            tl.store(out + (dy * K + dx) * C, share, mask=c < C)
-    tl.store(out + K * K * C, tl.sum(gradient, axis=0), mask=c < C)
-
-
-def _channels(C: int) -> int:
-    return min(64, triton.next_power_of_2(C))
+def _cut(W: int, C: int, tile: Tile) -> dict[str, int | None]:
+    """A tile's pixels, channels, warps and registers; blocks of 32 channels where those of 64 leave more idle."""
+    BC = min(64, max(2, triton.next_power_of_2(C)))
+    if triton.cdiv(C, 32) * 32 < triton.cdiv(C, BC) * BC:
+        BC = 32
+    BX = min(tile.pixels * 64 // BC, triton.next_power_of_2(W))
+    return {"BX": BX, "BC": BC, "num_warps": max(1, BX * BC // (32 * tile.elements)), "maxnreg": tile.registers}
 
 
 def _taps_first(weight: Tensor) -> Tensor:
@@ -190,23 +61,26 @@ def _spacing(x: Tensor) -> dict[str, int]:
     return {"x_batch": x.stride(0) // size, "x_token": x.stride(1) // size, "UNIT": size}
 
 
-def _launch(x, taps, bias, H, W, K, silu, flip, dtype):
+def _convolve(x, taps, bias, H, W, K, silu, dtype, *, d_out=None, flip=False):
+    """The convolution; with ``d_out``, its gradient before SiLU instead; with ``flip``, with the kernel backwards."""
     B, N, C = x.shape
     out = torch.empty((B, N, C), device=x.device, dtype=dtype)
-    BC, BX = _channels(C), min(PIXELS, triton.next_power_of_2(W))
-    programs = triton.cdiv(H, 4) * triton.cdiv(W, BX) * triton.cdiv(C, BC) * B
+    tile = FORWARD if d_out is None else DERIVATIVE
+    if K > 3:  # with as many elements in a thread the weights of 7×7 do not fit registers
+        tile = Tile(tile.pixels, tile.elements if K < 7 else tile.elements // 2)
+    cut = _cut(W, C, tile)
+    programs = triton.cdiv(H, 4) * triton.cdiv(W, cut["BX"]) * triton.cdiv(C, cut["BC"]) * B
     with torch.cuda.device_of(x):
-        _forward_kernel[(programs,)](
-            x, taps, taps if bias is None else bias, out, H, W, **_spacing(x), C=C, K=K,
-            BIAS=bias is not None, SILU=silu, FLIP=flip, BX=BX, BC=BC,
-            num_warps=max(1, BX * BC // (256 if K < 7 else 128)),  # with fewer the weights of 7×7 do not fit registers
+        convolution_kernel[(programs,)](
+            x, taps, taps if bias is None else bias, out if d_out is None else d_out, out, H, W, **_spacing(x), C=C,
+            K=K, BIAS=bias is not None, SILU=silu, GRADIENT=d_out is not None, FLIP=flip, **cut,
         )  # fmt: skip
     return out
 
 
 @torch.library.custom_op("scanvas::depthwise_conv2d", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, H: int, W: int, silu: bool, dtype: torch.dtype) -> Tensor:
-    return _launch(_dense(x), _taps_first(weight), bias, H, W, weight.shape[-1], silu, False, dtype)
+    return _convolve(_dense(x), _taps_first(weight), bias, H, W, weight.shape[-1], silu, dtype)
 
 
 @_forward.register_fake
@@ -218,26 +92,42 @@ def _(x, weight, bias, H, W, silu, dtype):
 def _backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, d_out: Tensor, H: int, W: int, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x, taps, d_out = _dense(x), _taps_first(weight), d_out.contiguous()
+    """Gradients of x, weight and bias; the last is empty without a bias."""
     B, N, C = x.shape
-    K, BC = weight.shape[-1], min(32, _channels(C))
-    tiles = triton.cdiv(N, GRADIENT_TOKENS)
-    partial = torch.empty((B * tiles, K * K + 1, C), device=x.device, dtype=torch.float32)
-    d_pre = torch.empty_like(d_out) if silu else d_out
+    K = weight.shape[-1]
+    like = weight.new_empty(0) if bias is None else bias
+    if not x.numel():
+        return x.new_zeros(x.shape), torch.zeros_like(weight), torch.zeros_like(like)
+    x, taps, d_pre = _dense(x), _taps_first(weight), d_out.contiguous()
+    if silu:
+        d_pre = _convolve(x, taps, bias, H, W, K, True, d_pre.dtype, d_out=d_pre)
+    cut = _cut(W, C, GRADIENTS if K == 3 else WEIGHTS)
+    columns = 1 if K == 3 else K
+    parts = triton.cdiv(C, cut["BC"]) * columns
+    tiles = B * triton.cdiv(H, 4) * triton.cdiv(W, cut["BX"])
+    programs, steps = shares(tiles, most=max(1, PROGRAMS // parts))
+    partial = torch.empty((programs, K * K + (bias is not None), C), device=x.device, dtype=torch.float32)
+    d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    d_bias = torch.empty_like(like, memory_format=torch.contiguous_format)
+    settings = {**_spacing(x), "tiles": tiles, "steps": steps, "C": C, "BIAS": bias is not None, **cut}
     with torch.cuda.device_of(x):
-        _gradient_kernel[(tiles * triton.cdiv(C, BC) * B,)](
-            x, taps, taps if bias is None else bias, d_out, d_pre, partial, H, W, **_spacing(x), C=C, K=K,
-            BIAS=bias is not None, SILU=silu, BN=GRADIENT_TOKENS, BC=BC, num_warps=GRADIENT_WARPS,
-        )  # fmt: skip
-    d_x = _launch(d_pre, taps, None, H, W, K, False, True, x.dtype)
-    d_weight = partial[:, :-1].sum(0).T.reshape(weight.shape).to(weight.dtype)
-    return d_x, d_weight, partial[:, -1].sum(0).to(weight.dtype if bias is None else bias.dtype)
+        if K == 3:
+            d_x = torch.empty((B, N, C), device=x.device, dtype=x.dtype)
+            gradients_kernel[(programs * parts,)](x, taps, d_pre, d_x, partial, H, W, **settings)
+        else:
+            d_x = _convolve(d_pre, taps, None, H, W, K, False, x.dtype, flip=True)
+            weights_kernel[(programs * parts,)](x, d_pre, partial, H, W, K=K, **settings)
+        BC = min(32, triton.next_power_of_2(C))
+        sum_kernel[(partial.shape[1] * triton.cdiv(C, BC),)](
+            partial, d_weight, d_bias, programs, C=C, TAPS=K * K, BIAS=bias is not None, BP=64, BC=BC, num_warps=4
+        )
+    return d_x, d_weight, d_bias
 
 
 @_backward.register_fake
 def _(x, weight, bias, d_out, H, W, silu):
-    like = weight if bias is None else bias
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), like.new_empty(x.shape[2])
+    like = weight.new_empty(0) if bias is None else bias
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), like.new_empty(like.shape)
 
 
 def _setup_context(ctx, inputs, output):
