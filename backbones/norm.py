@@ -4,6 +4,7 @@ when training begins and a BatchNorm, which costs nothing, when it ends."""
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from timm import layers
 from timm.layers import register_notrace_function, register_notrace_module
 from torch import Tensor, nn
@@ -56,6 +57,15 @@ class LayerNorm2d(layers.LayerNorm2d):
         grid = tokens.shape[1:3]
         options = {"kind": "layer", "weight": self.weight, "bias": self.bias, "eps": self.eps}
         return token_norm(tokens.flatten(1, 2), **options).unflatten(1, grid).permute(0, 3, 1, 2)
+
+
+def convolve_and_normalise(conv: nn.Conv2d, norm: LayerNorm2d, x: Tensor) -> Tensor:
+    """``norm(conv(x))``, the convolution's bias added by the norm's kernel; cuDNN would take a pass of its own."""
+    image = F.conv2d(x, conv.weight, None, conv.stride, conv.padding).permute(0, 2, 3, 1)
+    tokens = image.flatten(1, 2)
+    options = {"kind": "layer", "weight": norm.weight, "bias": norm.bias, "eps": norm.eps}
+    _, tokens = add_norm(tokens, conv.bias.expand_as(tokens), **options)
+    return tokens.unflatten(1, image.shape[1:3]).permute(0, 3, 1, 2)
 
 
 def add_and_normalise(norm: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:

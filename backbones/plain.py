@@ -17,6 +17,8 @@ from timm.models._input import update_model_input_size
 from timm.models._manipulate import checkpoint
 from torch import Tensor, nn
 
+from scanvas.kernels.norm import gated_add
+
 __all__ = ["PatchEmbedBase", "PlainBackbone", "build_plain", "plain_cfg"]
 
 
@@ -48,7 +50,8 @@ def add_position(x: Tensor, pos_embed: Tensor, grid_size: list[int], dynamic: bo
         pos_embed = resample_abs_pos_embed(
             pos_embed, new_size=grid, old_size=list(grid_size), num_prefix_tokens=0, antialias=False
         )
-    return x.flatten(1, 2) + pos_embed
+    x = x.flatten(1, 2)
+    return gated_add(x, pos_embed.expand_as(x), None)
 
 
 class PatchEmbedBase(nn.Module):

@@ -20,7 +20,7 @@ from .block import Block, init_linears, reset_parts, swiglu_hidden
 from .convert import convert_vig_checkpoint
 from .mixers import layer_options
 from .mixers.base import is_observed
-from .norm import LayerNorm2d, RMSNorm, block_norm
+from .norm import LayerNorm2d, RMSNorm, block_norm, convolve_and_normalise
 from .plain import PatchEmbedBase, PlainBackbone, build_plain, plain_cfg
 
 __all__ = ["Vig"]
@@ -88,18 +88,19 @@ class PatchEmbed(PatchEmbedBase):
 
     @torch.jit.unused
     def _embed(self, x: Tensor) -> Tensor:
-        """The same, with the first three layers as one kernel where they are what they were made as and nothing hooks
-        into their calls."""
-        conv, norm, act, *rest = layers = list(self.proj)
-        as_made = [type(layer) for layer in layers[:3]] == [StemConv, LayerNorm2d, nn.SiLU]
-        if not as_made or not is_fused(x, conv.weight) or any(map(is_observed, (self.proj, conv, norm, act))):
+        """The same, with the first three layers as one kernel and the bias of the second convolution added by the norm
+        behind it, where they are what they were made as and nothing hooks into their calls."""
+        layers = list(self.proj)
+        made = [StemConv, LayerNorm2d, nn.SiLU, nn.Conv2d, LayerNorm2d]
+        if [type(layer) for layer in layers] != made or any(map(is_observed, (self.proj, *layers))):
+            return self.proj(x)
+        conv, norm, _, second, last = layers
+        if not is_fused(x, conv.weight) or second.bias is None:
             return self.proj(x)
         stride = conv.stride[0]
         y = stem(x, conv.weight, conv.bias, norm.weight, norm.bias, stride=stride, eps=norm.eps)
         y = y.transpose(1, 2).unflatten(2, (x.shape[2] // stride, x.shape[3] // stride))
-        for layer in rest:
-            y = layer(y)
-        return y
+        return convolve_and_normalise(second, last, y)
 
 
 class Vig(PlainBackbone):

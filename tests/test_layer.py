@@ -6,7 +6,7 @@ from elementwise_parts import DEVICE
 
 import scanvas
 from scanvas.kernels import dispatch
-from scanvas.kernels.layer import gated_layer
+from scanvas.kernels.layer import compose_projections, gated_layer
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() or dispatch.INTERPRETED), reason="needs a GPU, or Triton's interpreter"
@@ -77,7 +77,7 @@ def test_mixer_takes_it_in_training(halves, monkeypatch):
         monkeypatch.setattr(launch, "WORKSPACE", 1)  # batch and heads one after the other: results are moved
     taken = []
     monkeypatch.setattr(gla, "gated_layer_pays", lambda features: True)
-    monkeypatch.setattr(gla, "_at_once", lambda features, *layers: gla.is_plain(*layers))
+    monkeypatch.setattr(gla, "_at_once", lambda features, layers, *others: gla.is_plain(*layers, *others))
     monkeypatch.setattr(gla, "gated_layer", lambda *a, **k: taken.append(k) or gated_layer(*a, impl="triton", **k))
     torch.manual_seed(0)
     mixer = scanvas.create_mixer("gla", 16, 2, conv_act=True, out_act=True, device=DEVICE)
@@ -95,6 +95,21 @@ def test_mixer_takes_it_in_training(halves, monkeypatch):
     assert len(taken) == 1
     for (name, _), a, b in zip([("out", None), *mixer.named_parameters()], at_once, one_by_one):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("sizes", "up", "gate", "C"), [((24, 24, 48), 48, 48, 48), ((70,), 17, 0, 40)], ids=str)
+def test_composed_weights(sizes, up, gate, C, dtype):
+    tensors = [torch.randn(n, m, device=DEVICE).to(dtype) for n, m in ((5, C), (up, 5), (gate, C))]
+    tensors = [torch.randn(n, C, device=DEVICE).to(dtype) for n in sizes], *tensors
+    up_bias, gate_bias = torch.randn(up, device=DEVICE).to(dtype), None
+    weight, bias = compose_projections(*tensors, up_bias, gate_bias, impl="triton")
+    steps = compose_projections(*tensors, up_bias, gate_bias, impl="torch")
+    exact = torch.cat([*tensors[0], tensors[2].double() @ tensors[1].double(), tensors[3]])
+    assert error(weight, exact) < (1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2)
+    assert torch.equal(bias, steps[1])
+    copied = [weight[: sum(sizes)], weight[sum(sizes) + up :]]
+    assert torch.equal(torch.cat(copied), torch.cat([steps[0][: sum(sizes)], steps[0][sum(sizes) + up :]]))
 
 
 def test_bad_arguments_are_named():

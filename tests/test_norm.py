@@ -1,11 +1,19 @@
-"""PRepBN: its equation while training, what it is afterwards, and that it folds away."""
+"""PRepBN: its equation while training, what it is afterwards, and that it folds away; a norm behind a convolution."""
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
 
-from scanvas.backbones.norm import ChannelAffine, PRepBN, fold_norms
+from scanvas.backbones.norm import ChannelAffine, LayerNorm2d, PRepBN, convolve_and_normalise, fold_norms
+
+
+def test_convolution_and_norm_at_once():
+    conv = torch.nn.Conv2d(5, 8, 3, stride=2, padding=1).double()
+    norm = LayerNorm2d(8, eps=1e-5).double()
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(2, 5, 6, 8, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(convolve_and_normalise(conv, norm, x), norm(conv(x)))
 
 
 def test_prepbn_is_its_definition():

@@ -90,6 +90,22 @@ def test_kernels(dtype, batch, channels, kind, modulated, weighted, biased, orde
 
 
 @needs_triton
+def test_branch_shared_by_images_or_tokens():
+    """Positions, or a bias: not copied to be of the size of x."""
+    x, branch, _, weight, *_ = arguments(3, 40, False, True, False)
+
+    def add(x, branch, impl):
+        return gated_add(x, branch.expand_as(x), None, impl=impl)
+
+    def sum_norm(x, branch, weight, impl):
+        return add_norm(x, branch.expand_as(x), weight=weight, impl=impl)
+
+    for shared in (branch[:1], branch[0, 0]):
+        compare(add, (x, shared.contiguous()), (torch.float32,) * 2)
+        compare(sum_norm, (x, shared.contiguous(), weight), (torch.float32,) * 3)
+
+
+@needs_triton
 def test_a_float32_stream_takes_a_half_precision_branch():
     x, branch, *_ = arguments(2, 6, False, False, False)
     x = x.to(DEVICE).requires_grad_()

@@ -11,19 +11,16 @@ from scanvas.kernels import dispatch
 from scanvas.kernels.gate import gated_mix, swish_norm
 from scanvas.kernels.gated import attention_rows, gated_linear_attention_from_logits
 from scanvas.kernels.gated.reference import log_decay_from_logits
-from scanvas.kernels.layer import gated_layer, gated_layer_pays
+from scanvas.kernels.layer import compose_projections, gated_layer, gated_layer_pays
 
 from .base import TokenConv, TokenMixer, is_plain, rms_factor
 from .selective_rope import SelectiveRope, rotate
 
 
-def _at_once(features: Tensor, *layers: nn.Module) -> bool:
+def _at_once(features: Tensor, without_bias: list[nn.Module], *others: nn.Module) -> bool:
     """Whether to compute what these layers do by one product of their weights."""
-    return features.is_cuda and features.shape[-1] <= 512 and is_plain(*layers)
-
-
-def _bias(layer: nn.Linear) -> Tensor:
-    return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
+    narrow = features.is_cuda and features.shape[-1] <= 512
+    return narrow and is_plain(*without_bias, *others) and all(layer.bias is None for layer in without_bias)
 
 
 class NormWeight(nn.RMSNorm):
@@ -168,11 +165,12 @@ class GatedLinearAttention(TokenMixer):
         product takes a percent longer.
         """
         readers, down, up = self._projecting()
-        if _at_once(features, *readers, down, up, self.gate_proj):
-            bias = torch.cat([_bias(layer) for layer in (*readers, up, self.gate_proj)])
+        if _at_once(features, [*readers, down], up, self.gate_proj):
+            weights, gate = [layer.weight for layer in readers], self.gate_proj
+            weight, bias = compose_projections(weights, down.weight, up.weight, gate.weight, up.bias, gate.bias)
             directions = len(up.weight) // self.key_dim
             widths = (self.key_dim, self.key_dim, self.value_dim, *[self.key_dim] * directions, self.value_dim)
-            *parts, out_gate = F.linear(features, self._weight(readers, down, up), bias).split(widths, dim=-1)
+            *parts, out_gate = F.linear(features, weight, bias).split(widths, dim=-1)
             q, k, v, *gates = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
         else:
             q, k, v = self.qkv(features)
@@ -188,10 +186,6 @@ class GatedLinearAttention(TokenMixer):
         down, up = (getattr(self.decay_proj, name) for name in "01")  # a scripted Sequential cannot be unpacked
         return readers, down, up
 
-    def _weight(self, readers: list[nn.Module], down: nn.Module, up: nn.Module) -> Tensor:
-        """The matrix of all projections."""
-        return torch.cat([*(layer.weight for layer in readers), up.weight @ down.weight, self.gate_proj.weight])
-
     def _in_one(self, features: Tensor) -> Tensor | None:
         """All between the convolution and the output projection as one operator, ``gated_layer``, or ``None`` where
         that does not pay or the steps are not its own."""
@@ -199,9 +193,11 @@ class GatedLinearAttention(TokenMixer):
         own = self.output == "mix" and self.bidirectional and not self.rope and self.selective_rope is None
         if not own or self.impl != "auto" or not gated_layer_pays(features):
             return None
-        if not _at_once(features, *readers, down, up, self.gate_proj) or any(x.bias is not None for x in readers):
+        biases = [up.bias, self.gate_proj.bias]
+        if not _at_once(features, [*readers, down], up, self.gate_proj) or any(x is None for x in biases):
             return None
-        weight, bias = self._weight(readers, down, up), torch.cat([_bias(up), _bias(self.gate_proj)])
+        weights = [*(layer.weight for layer in readers), up.weight @ down.weight, self.gate_proj.weight]
+        weight, bias = torch.cat(weights), torch.cat(biases)
         if dispatch.autocasts(features.device.type):
             dtype = torch.get_autocast_dtype(features.device.type)
             features, weight, bias = features.to(dtype), weight.to(dtype), bias.to(dtype)

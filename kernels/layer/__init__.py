@@ -1,5 +1,5 @@
 """ViG's mixer between its convolution and its output projection as one operator: see ``gated_layer``."""
 
-from .api import IMPLEMENTATIONS, gated_layer, gated_layer_pays
+from .api import IMPLEMENTATIONS, compose_projections, gated_layer, gated_layer_pays
 
-__all__ = ["IMPLEMENTATIONS", "gated_layer", "gated_layer_pays"]
+__all__ = ["IMPLEMENTATIONS", "compose_projections", "gated_layer", "gated_layer_pays"]

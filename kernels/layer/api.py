@@ -11,10 +11,12 @@ from scanvas.kernels.gate.api import ACTIVATIONS
 from . import reference
 
 IMPLEMENTATIONS: dict[str, Callable] = {"torch": reference.layer}
+COMPOSING: dict[str, Callable] = {"torch": reference.compose}
 if dispatch.TRITON_USABLE:
-    from . import triton
+    from . import compose, triton
 
     IMPLEMENTATIONS["triton"] = triton.layer
+    COMPOSING["triton"] = compose.compose
 
 
 def gated_layer_pays(features: Tensor) -> bool:
@@ -88,3 +90,41 @@ def gated_layer(
     name = dispatch.resolve("gated_layer", impl, features.device, IMPLEMENTATIONS, features.dtype)
     run = IMPLEMENTATIONS[name]
     return run(features, weight, bias, o_weight, local_weight, num_heads, float(normalizer), eps, activation)
+
+
+def compose_projections(
+    readers: list[Tensor],
+    down: Tensor,
+    up: Tensor,
+    gate: Tensor,
+    up_bias: Tensor | None,
+    gate_bias: Tensor | None,
+    *,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The weights of a layer's projections as one matrix, the factors of the low-rank one multiplied, and the biases.
+
+    Args:
+        readers: weights of queries, keys and values, ``(rows, C)`` each, or one of all.
+        down, up: of the gates of the scans, ``(rank, C)`` and ``(rows, rank)``.
+        gate: of the output gate, ``(rows, C)``.
+        up_bias, gate_bias: ``(rows,)`` or ``None`` for zeros.
+        impl: ``"auto"``, ``"torch"`` or ``"triton"``; the latter, one launch, is for inference.
+
+    Returns:
+        ``(all rows, C)`` and ``(all rows,)``.
+
+    Raises:
+        RuntimeError: ``impl="triton"`` while a gradient is being recorded.
+        ValueError: ``impl`` is unknown or the number of readers is neither one nor three.
+    """
+    if len(readers) not in (1, 3):
+        raise ValueError(f"compose_projections: readers must be one tensor or three, got {len(readers)}")
+    tensors = [x for x in (*readers, down, up, gate, up_bias, gate_bias) if x is not None]
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if impl == "triton" and recorded:
+        raise RuntimeError("compose_projections: impl='triton' has no gradient; use impl='torch'")
+    if impl == "auto" and (recorded or dispatch.autocasts(up.device.type) or len({x.dtype for x in tensors}) > 1):
+        impl = "torch"
+    name = dispatch.resolve("compose_projections", impl, up.device, COMPOSING, up.dtype)
+    return COMPOSING[name](readers, down, up, gate, up_bias, gate_bias)

@@ -1,10 +1,19 @@
 """The layer step by step, whichever code takes the steps."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from scanvas.kernels.gate import gated_mix
 from scanvas.kernels.gated import gated_linear_attention_from_logits
+
+
+def compose(
+    readers: list[Tensor], down: Tensor, up: Tensor, gate: Tensor, up_bias: Tensor | None, gate_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    weight = torch.cat([*readers, up @ down, gate])
+    ends = [up.new_zeros(len(x)) if b is None else b for x, b in ((up, up_bias), (gate, gate_bias))]
+    return weight, torch.cat([up.new_zeros(sum(len(x) for x in readers)), *ends])
 
 
 def split(projected: Tensor, C: int, heads: int) -> list[Tensor]:

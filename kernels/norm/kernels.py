@@ -35,7 +35,7 @@ def _vector(pointer, offset, c, C: tl.constexpr, PRESENT: tl.constexpr, default:
 @triton.jit
 def norm_kernel(
     x_ptr,  # (B, N, C), raster order
-    branch_ptr,  # (B, N, C), scan order
+    branch_ptr,  # (B, N, C), scan order; (N, C) if it is SHARED by the images, (C,) if by all tokens, too: 1, 2
     gate_ptr,  # (B, C), images gate_stride apart
     weight_ptr,  # (C,)
     bias_ptr,  # (C,)
@@ -52,6 +52,7 @@ def norm_kernel(
     eps,
     C: tl.constexpr,
     BRANCH: tl.constexpr,
+    SHARED: tl.constexpr,
     GATE: tl.constexpr,
     NORM: tl.constexpr,
     LAYER: tl.constexpr,
@@ -73,7 +74,10 @@ def norm_kernel(
     x = tl.load(x_ptr + raster, mask=inside, other=0.0).to(tl.float32)
     if BRANCH:
         gate = _vector(gate_ptr, image * gate_stride, c, C, GATE, 1.0)
-        total = x + gate * tl.load(branch_ptr + scan, mask=inside, other=0.0).to(tl.float32)
+        of_branch = scan
+        if SHARED > 0:
+            of_branch = (t.to(tl.int64) * (1 if SHARED == 1 else 0))[:, None] * C + c[None, :]
+        total = x + gate * tl.load(branch_ptr + of_branch, mask=inside, other=0.0).to(tl.float32)
         total = total.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + raster, total, mask=inside)
         x = total.to(tl.float32)  # the norm is of what is stored, as the backward pass will see it

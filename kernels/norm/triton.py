@@ -40,11 +40,18 @@ def _dense(vector: Tensor | None) -> Tensor | None:
     return vector if vector is None or vector.stride(-1) == 1 else vector.contiguous()
 
 
+def _shared(branch: Tensor | None) -> int:
+    """1 if a branch is the same tokens for all images, 2 if the same for all tokens: it is not copied to be so."""
+    if branch is None or branch.stride(0) != 0 or branch.stride(2) != 1:
+        return 0
+    return 2 if branch.stride(1) == 0 else 1 if branch.stride(1) == branch.shape[2] else 0
+
+
 def _forward(x, branch, gate, weight, bias, shift, scale, norm: Norm | None, order: str, grid) -> tuple[Tensor, ...]:
     """The sum, if there is a branch, and its norm, unless ``norm`` is ``None``."""
     gate, shift, scale = _dense(gate), _dense(shift), _dense(scale)
-    x = x.contiguous()
-    B, N, C = _rows(x, gate, shift, order=order)
+    x, shared = x.contiguous(), _shared(branch)
+    B, N, C = x.shape if shared else _rows(x, gate, shift, order=order)
     columns, backwards = ORDERS[order]
     dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
     total = None if branch is None else torch.empty_like(x, dtype=dtype)
@@ -53,12 +60,13 @@ def _forward(x, branch, gate, weight, bias, shift, scale, norm: Norm | None, ord
     if x.numel():
         with torch.cuda.device_of(x):
             norm_kernel[(B * triton.cdiv(N, cut["BR"]),)](
-                x, None if branch is None else branch.contiguous(), gate,
+                x, branch if branch is None or shared else branch.contiguous(), gate,
                 None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous(),
                 shift, scale, total, out, N, *grid, _stride(gate), _stride(shift), _stride(scale),
-                0.0 if norm is None else norm.eps, C=C, BRANCH=branch is not None, GATE=gate is not None,
-                NORM=norm is not None, LAYER=norm is not None and norm.layer, WEIGHT=weight is not None,
-                BIAS=bias is not None, MODULATE=shift is not None, COLUMNS=columns, BACKWARDS=backwards, **cut,
+                0.0 if norm is None else norm.eps, C=C, BRANCH=branch is not None, SHARED=shared,
+                GATE=gate is not None, NORM=norm is not None, LAYER=norm is not None and norm.layer,
+                WEIGHT=weight is not None, BIAS=bias is not None, MODULATE=shift is not None, COLUMNS=columns,
+                BACKWARDS=backwards, **cut,
             )  # fmt: skip
     return tuple(y for y in (total, out) if y is not None)
 
