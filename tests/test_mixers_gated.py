@@ -254,12 +254,15 @@ def test_gla_projects_everything_at_once_on_a_gpu(monkeypatch, options, fused):
         return y, *torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()])
 
     expected = run()
-    monkeypatch.setattr(gla, "_at_once", lambda features, *layers: is_plain(*layers))
+    monkeypatch.setattr(gla, "_at_once", lambda features, layers, *others: is_plain(*layers, *others))
     seen = []
     monkeypatch.setattr(F, "linear", lambda *args, linear=F.linear: seen.append(0) or linear(*args))
     for actual, value in zip(run(), expected, strict=True):
         torch.testing.assert_close(actual, value, rtol=1e-9, atol=1e-12)
     assert len(seen) == 2  # everything, and the output
+    monkeypatch.setattr(gla, "gated_layer_pays", lambda features: True)  # as in training on a GPU
+    for actual, value in zip(run(), expected, strict=True):
+        torch.testing.assert_close(actual, value, rtol=1e-9, atol=1e-12)
 
     handle = mixer.gate_proj.register_forward_hook(lambda module, args, output: output * 0)
     switched_off = mixer(x, GRID, 1)
