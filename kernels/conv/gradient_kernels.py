@@ -69,7 +69,7 @@ def _put(acc, pixels, row, j: tl.constexpr, H, down, inside):
 @triton.jit(do_not_specialize=["H", "W", "x_batch", "x_token", "tiles", "steps"])
 def gradients_kernel(
     x_ptr,  # (B, H·W, C), strides (x_batch·UNIT, x_token·UNIT, 1)
-    w_ptr,  # (9, C)
+    w_ptr,  # (9, C) float32
     d_pre_ptr,  # (B, H·W, C)
     d_x_ptr,  # (B, H·W, C)
     partial_ptr,  # (programs, 9 + BIAS, C) float32

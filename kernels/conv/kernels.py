@@ -33,7 +33,7 @@ def _pick(i: tl.constexpr, w0, w1, w2, w3, w4, w5, w6):
 def weight(w_ptr, dy: tl.constexpr, dx: tl.constexpr, c, C: tl.constexpr, K: tl.constexpr, FLIP: tl.constexpr):
     if dy < K:
         tap = (K * K - 1 - dy * K - dx) if FLIP else dy * K + dx
-        return wide(tl.load(w_ptr + tap * C + c, mask=c < C, other=0.0))[None, :]
+        return tl.load(w_ptr + tap * C + c, mask=c < C, other=0.0)[None, :]
     else:
         return tl.zeros((1, c.shape[0]), tl.float32)
 
@@ -44,7 +44,7 @@ def _finish(
     C: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     if BIAS:
-        acc += wide(tl.load(bias_ptr + c, mask=c < C, other=0.0))[None, :]
+        acc += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
     inside = ((x < W) & (row < H))[:, None] & (c < C)[None, :]
     offset = row.to(tl.int64) * W * C + x[:, None] * C + c[None, :]
     if GRADIENT:
@@ -59,7 +59,7 @@ def _finish(
 @triton.jit(do_not_specialize=["H", "W", "x_batch", "x_token"])
 def convolution_kernel(
     x_ptr,  # (B, H·W, C), strides (x_batch·UNIT, x_token·UNIT, 1)
-    w_ptr,  # (K·K, C)
+    w_ptr,  # (K·K, C) float32
     bias_ptr,  # (C,)
     d_out_ptr,  # (B, H·W, C), read only with GRADIENT
     out_ptr,  # (B, H·W, C)

@@ -46,8 +46,10 @@ def _cut(W: int, C: int, tile: Tile) -> dict[str, int | None]:
 
 
 def _taps_first(weight: Tensor) -> Tensor:
-    """``(C, 1, K, K)`` → ``(K·K, C)``: a thread holds neighbouring channels, and loads the weights of all at once."""
-    return weight.flatten(1).t().contiguous()
+    """``(C, 1, K, K)`` → ``(K·K, C)`` in float32: a thread holds neighbouring channels, whose weights it loads at once
+    and need not convert."""
+    taps = weight.flatten(1).t()
+    return torch.empty(taps.shape, device=weight.device, dtype=torch.float32).copy_(taps)
 
 
 def _dense(x: Tensor) -> Tensor:
