@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scanvas.kernels import conv, delta, dispatch, gate, gated, glu, linear, local, norm, stem
+from scanvas.kernels import conv, delta, dispatch, gate, gated, glu, layer, linear, local, norm, stem
 
 # Largest error of output or gradients relative to float64, for each dtype: rounding of inputs, outputs and what lies
 # between, with an ample margin. A wrong kernel is off by orders of magnitude.
@@ -111,25 +111,16 @@ def _delta_cases() -> Iterator[tuple[str, dict[str, Callable], str, Callable, li
 
 def _cases() -> Iterator[tuple[str, dict[str, Callable], str, Callable, list[Tensor]]]:
     """Operation, its implementations, case, how it is called, inputs in float32."""
-    for dims, tokens in (((32, 64), 197), ((36, 72), 300)):
-        for case in ("learned", "spike", "alternating"):
+    gates = ("learned", "spike", "alternating")
+    for dims, tokens, cases in (((32, 64), 197, gates), ((36, 72), 300, gates), ((16, 192), 100, gates[:1])):
+        for case in cases:
             qk, v = (2, tokens, 2, dims[0]), (2, tokens, 2, dims[1])
             inputs = [torch.randn(qk), torch.randn(qk), torch.randn(v), _gates(qk, case), _gates(qk, case)]
             name = f"{case} gates, N={tokens}, D={dims[0]}/{dims[1]}"
             yield "gated_linear_attention", gated.IMPLEMENTATIONS, name, gated.gated_linear_attention, inputs
     yield from _delta_cases()
-    q, k = torch.rand(2, 197, 3, 32), torch.rand(2, 197, 3, 32)
-    yield (
-        "linear_attention",
-        linear.IMPLEMENTATIONS,
-        "N=197, D=32",
-        linear.linear_attention,
-        [
-            q,
-            k,
-            torch.randn(2, 197, 3, 32),
-        ],
-    )
+    inputs = [torch.rand(2, 197, 3, 32), torch.rand(2, 197, 3, 32), torch.randn(2, 197, 3, 32)]
+    yield "linear_attention", linear.IMPLEMENTATIONS, "N=197, D=32", linear.linear_attention, inputs
     for size in (3, 5):
 
         def convolve(x, weight, bias, impl):
@@ -147,6 +138,12 @@ def _cases() -> Iterator[tuple[str, dict[str, Callable], str, Callable, list[Ten
     yield "gated_mix", gate.IMPLEMENTATIONS, "D=64", gate.gated_mix, inputs
     inputs = [torch.randn(2, 50, 3, 64), torch.randn(2, 50, 192), torch.rand(64)]
     yield "swish_norm", gate.SWISH_IMPLEMENTATIONS, "D=64", gate.swish_norm, inputs
+
+    def mixer(*tensors, impl):
+        return layer.gated_layer(*tensors, num_heads=2, activation="silu", impl=impl)
+
+    inputs = [torch.randn(2, 100, 64), torch.randn(256, 64) / 8, torch.randn(128), torch.rand(32), torch.rand(32)]
+    yield "gated_layer", layer.IMPLEMENTATIONS, "C=64, K=32", mixer, inputs
     for kind in norm.KINDS:
 
         def normalised(x, branch, gate, weight, shift, scale, impl, kind=kind):
