@@ -60,6 +60,12 @@ def test_values_and_gradients(shape, activation, dtype):
         assert error(a, x) < budget, name
 
 
+def test_operator_is_what_pytorch_takes_it_for():
+    tensors = [x.to(DEVICE).requires_grad_() for x in inputs(1, 5, 8, 4, 2)]
+    found = torch.library.opcheck(torch.ops.scanvas.gated_layer.default, (*tensors, 2, 16.0, 1e-6, True))
+    assert set(found.values()) == {"SUCCESS"}
+
+
 def test_nothing_in_nothing_out():
     tensors = [x.to(DEVICE) for x in inputs(2, 5, 12, 6, 3)]
     tensors[0] = tensors[0][:0]
