@@ -11,7 +11,7 @@ together only once, at the end. Nothing is summed by atomics: the same inputs gi
 import triton
 import triton.language as tl
 
-from .kernels import weight, wide
+from .kernels import there, weight, wide
 
 
 @triton.jit
@@ -41,17 +41,16 @@ def _weights(w_ptr, dy: tl.constexpr, c, C: tl.constexpr):
 @triton.jit
 def _middle(pixels, row, j: tl.constexpr, H, down, inside):
     """Row ``row + j`` of x."""
-    return wide(tl.load(pixels + j * down, mask=inside & (row + j < H), other=0.0))
+    return wide(tl.load(pixels + j * down, mask=there(inside, row, j, H), other=0.0))
 
 
 @triton.jit
 def _three(pixels, row, j: tl.constexpr, H, down, left, inside, right, C: tl.constexpr):
     """Row ``row + j`` of d_pre at the pixels and at their neighbours."""
-    there = (row + j >= 0) & (row + j < H)
     at = pixels + j * down
-    a = wide(tl.load(at - C, mask=left & there, other=0.0))
-    b = wide(tl.load(at, mask=inside & there, other=0.0))
-    c = wide(tl.load(at + C, mask=right & there, other=0.0))
+    a = wide(tl.load(at - C, mask=there(left, row, j, H), other=0.0))
+    b = wide(tl.load(at, mask=there(inside, row, j, H), other=0.0))
+    c = wide(tl.load(at + C, mask=there(right, row, j, H), other=0.0))
     return a, b, c
 
 
@@ -63,7 +62,7 @@ def _meet(a, b, c, x, acc, wa, wb, wc, ga, gb, gc):
 
 @triton.jit
 def _put(acc, pixels, row, j: tl.constexpr, H, down, inside):
-    tl.store(pixels + j * down, acc.to(pixels.dtype.element_ty), mask=inside & (row + j < H))
+    tl.store(pixels + j * down, acc.to(pixels.dtype.element_ty), mask=there(inside, row, j, H))
 
 
 @triton.jit(do_not_specialize=["H", "W", "x_batch", "x_token", "tiles", "steps"])
@@ -212,18 +211,18 @@ def weights_kernel(
     g0, g1, g2, g3, g4, g5, g6, total = zero, zero, zero, zero, zero, zero, zero, zero
     for _ in range(tl.minimum(steps, tiles - first)):
         row, x = strip * 4, place * BX + tl.arange(0, BX)
-        there = x + K // 2 - column
+        reach = x + K // 2 - column
         inside = (x < W)[:, None] & (c < C)[None, :]
-        reached = inside & ((there >= 0) & (there < W))[:, None]
+        reached = inside & ((reach >= 0) & (reach < W))[:, None]
         pixels = x_ptr + (b.to(tl.int64) * x_batch * UNIT + row * x_down) + (x[:, None] * x_token + c[None, :])
-        window = d_pre_ptr + (b.to(tl.int64) * H + row) * down + (there[:, None] * C + c[None, :])
+        window = d_pre_ptr + (b.to(tl.int64) * H + row) * down + (reach[:, None] * C + c[None, :])
         x0 = _middle(pixels, row, 0, H, x_down, inside)
         x1 = _middle(pixels, row, 1, H, x_down, inside)
         x2 = _middle(pixels, row, 2, H, x_down, inside)
         x3 = _middle(pixels, row, 3, H, x_down, inside)
         for dy in tl.static_range(K + 3):
-            y = row + dy - K // 2
-            value = wide(tl.load(window + (dy - K // 2) * down, mask=reached & (y >= 0) & (y < H), other=0.0))
+            at = window + (dy - K // 2) * down
+            value = wide(tl.load(at, mask=there(reached, row, dy - K // 2, H), other=0.0))
             if BIAS and (dy >= K // 2 and dy < K // 2 + 4):
                 total += value
             g0, g1, g2, g3, g4, g5, g6 = _add(dy, K, value * x0, g0, g1, g2, g3, g4, g5, g6)

@@ -39,14 +39,24 @@ def weight(w_ptr, dy: tl.constexpr, dx: tl.constexpr, c, C: tl.constexpr, K: tl.
 
 
 @triton.jit
+def there(mask, row, j: tl.constexpr, H):
+    """``mask`` if row ``row + j`` is one of the image's, as ``row`` is."""
+    if j < 0:
+        mask = mask & (row + j >= 0)
+    elif j > 0:
+        mask = mask & (row + j < H)
+    return mask
+
+
+@triton.jit
 def _finish(
-    acc, out_ptr, d_out_ptr, bias_ptr, row, H, W, x, c,
+    acc, out_ptr, d_out_ptr, bias_ptr, row, j: tl.constexpr, H, W, x, c,
     C: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     if BIAS:
         acc += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-    inside = ((x < W) & (row < H))[:, None] & (c < C)[None, :]
-    offset = row.to(tl.int64) * W * C + x[:, None] * C + c[None, :]
+    inside = there((x < W)[:, None] & (c < C)[None, :], row, j, H)
+    offset = (row + j).to(tl.int64) * W * C + x[:, None] * C + c[None, :]
     if GRADIENT:
         s = sigmoid(acc)
         d_out = wide(tl.load(d_out_ptr + offset, mask=inside, other=0.0))
@@ -101,9 +111,8 @@ def convolution_kernel(
         w5 = weight(w_ptr, 5, dx, c, C, K, FLIP)
         w6 = weight(w_ptr, 6, dx, c, C, K, FLIP)
         for dy in tl.static_range(K + 3):
-            y = row + dy - K // 2
-            ok = reached & (y >= 0) & (y < H)
-            value = wide(tl.load(pixels + (y * W).to(tl.int64) * x_token, mask=ok, other=0.0))
+            row_pixels = pixels + ((row + dy - K // 2) * W).to(tl.int64) * x_token
+            value = wide(tl.load(row_pixels, mask=there(reached, row, dy - K // 2, H), other=0.0))
             if dy < K:
                 acc0 += value * _pick(dy, w0, w1, w2, w3, w4, w5, w6)
             if dy >= 1 and dy < K + 1:
@@ -113,7 +122,7 @@ def convolution_kernel(
             if dy >= 3:
                 acc3 += value * _pick(dy - 3, w0, w1, w2, w3, w4, w5, w6)
     out, d_out = out_ptr + b * H * W * C, d_out_ptr + b * H * W * C
-    _finish(acc0, out, d_out, bias_ptr, row, H, W, x, c, C, BIAS, SILU, GRADIENT)
-    _finish(acc1, out, d_out, bias_ptr, row + 1, H, W, x, c, C, BIAS, SILU, GRADIENT)
-    _finish(acc2, out, d_out, bias_ptr, row + 2, H, W, x, c, C, BIAS, SILU, GRADIENT)
-    _finish(acc3, out, d_out, bias_ptr, row + 3, H, W, x, c, C, BIAS, SILU, GRADIENT)
+    _finish(acc0, out, d_out, bias_ptr, row, 0, H, W, x, c, C, BIAS, SILU, GRADIENT)
+    _finish(acc1, out, d_out, bias_ptr, row, 1, H, W, x, c, C, BIAS, SILU, GRADIENT)
+    _finish(acc2, out, d_out, bias_ptr, row, 2, H, W, x, c, C, BIAS, SILU, GRADIENT)
+    _finish(acc3, out, d_out, bias_ptr, row, 3, H, W, x, c, C, BIAS, SILU, GRADIENT)

@@ -33,7 +33,7 @@ FORWARD = Tile(16, 8)
 DERIVATIVE = Tile(16, 8, 128)
 GRADIENTS = Tile(8, 4)
 WEIGHTS = Tile(16, 8)
-PROGRAMS = 512  # at most, that share the tiles of the weights' gradients: as many as the largest chips hold at a time
+PROGRAMS = 396  # at most, that share the tiles of the weights' gradients: an H200 holds three on a multiprocessor
 
 
 def _cut(W: int, C: int, tile: Tile) -> dict[str, int | None]:
@@ -68,7 +68,7 @@ def _convolve(x, taps, bias, H, W, K, silu, dtype, *, d_out=None, flip=False):
     B, N, C = x.shape
     out = torch.empty((B, N, C), device=x.device, dtype=dtype)
     tile = FORWARD if d_out is None else DERIVATIVE
-    if K > 3:  # with as many elements in a thread the weights of 7×7 do not fit registers
+    if K > 3 or not silu:  # these want more registers; with as many elements in a thread 7×7 weights would not fit any
         tile = Tile(tile.pixels, tile.elements if K < 7 else tile.elements // 2)
     cut = _cut(W, C, tile)
     programs = triton.cdiv(H, 4) * triton.cdiv(W, cut["BX"]) * triton.cdiv(C, cut["BC"]) * B
