@@ -32,6 +32,11 @@ def _write_images(folder, counts, *, classes=CLASSES, side=32, seed=0):
     return folder
 
 
+def pytest_collection_modifyitems(items):
+    """The longest tests first. At the end, one process would run them while the others have nothing left to do."""
+    items.sort(key=lambda item: not item.name.startswith("test_kernels_under_the_interpreter"))
+
+
 @pytest.fixture
 def write_images():
     """``write_images(folder, {split: images a class}, classes=…, side=32)`` writes an image folder."""
