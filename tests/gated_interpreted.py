@@ -18,9 +18,9 @@ def cut(request, monkeypatch):
     monkeypatch.setattr(plan, "MANY_PROGRAMS", 1)
 
 
-@pytest.mark.parametrize("N", [1, 37])
-def test_lengths(N, cut):
-    testing.check(BOTH, testing.make_inputs(BOTH, 1, N, 2, 8, 8), "triton", torch.float32)
+@pytest.mark.parametrize(("N", "H"), [(1, 1), (37, 2)])
+def test_lengths(N, H, cut):
+    testing.check(BOTH, testing.make_inputs(BOTH, 1, N, H, 8, 8), "triton", torch.float32)
 
 
 @pytest.mark.parametrize("operation", ["gated_linear_attention_causal", "gated_linear_attention_from_logits"])
@@ -28,10 +28,20 @@ def test_operations(operation, cut):
     testing.check(operation, testing.make_inputs(operation, 1, 20, 1, 8, 16), "triton", torch.float32)
 
 
-@pytest.mark.parametrize("gate", testing.GATES)
-@pytest.mark.parametrize(("programs", "chunks"), [(1, 8), (1 << 30, 1), (1 << 30, 8)], ids=["fused", "cut", "chunks"])
-def test_gates(gate, programs, chunks, monkeypatch):
+WAYS = {"fused": (1, 8), "chunks": (1 << 30, 8), "cut": (1 << 30, 1)}
+"""FUSED_PROGRAMS and MIN_FUSED_CHUNKS."""
+
+
+@pytest.mark.parametrize(
+    ("way", "gate"),
+    [
+        *[(way, gate) for way in ("fused", "chunks") for gate in testing.GATES],
+        *[("cut", gate) for gate in ("mild", "spike", "alternating")],  # the walk of "chunks", then "fused"
+    ],
+)
+def test_gates(way, gate, monkeypatch):
     """Tiles of 16 tokens here (of 32 the far way takes the interpreter thrice as long)."""
+    programs, chunks = WAYS[way]
     monkeypatch.setattr(plan, "FUSED_PROGRAMS", programs)
     monkeypatch.setattr(plan, "MIN_FUSED_CHUNKS", chunks)
     monkeypatch.setattr(plan, "MANY_PROGRAMS", 1)
@@ -55,17 +65,17 @@ def test_tiles_of_any_head_end_with_it_or_are_masked(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_dtypes(dtype):
-    """The interpreter truncates to bfloat16 where a GPU rounds, hence the generous allowance in this process."""
-    testing.LEAST[torch.bfloat16] = 3e-2
+def test_dtypes(dtype, monkeypatch):
+    """The interpreter truncates to bfloat16 where a GPU rounds, hence the generous allowance."""
+    monkeypatch.setitem(testing.LEAST, torch.bfloat16, 3e-2)
     testing.check(BOTH, testing.make_inputs(BOTH, 1, 40, 1, 16, 16), "triton", dtype)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_halves_where_states_would_take_too_much_memory(batch, monkeypatch):
+@pytest.mark.parametrize(("batch", "heads"), [(1, 3), (2, 2)])
+def test_halves_where_states_would_take_too_much_memory(batch, heads, monkeypatch):
     """Batch or heads one after the other, in halves."""
     monkeypatch.setattr(launch, "WORKSPACE", 1)
-    check_states(batch, 20, 3, bidirectional=True)
+    check_states(batch, 9, heads, bidirectional=True)
 
 
 def test_no_images(cut):

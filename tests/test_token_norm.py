@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from elementwise_parts import BUDGET, DEVICE, compare
+from elementwise_parts import DEVICE, compare, with_dtypes
 
 from scanvas.kernels import dispatch
 from scanvas.kernels.norm import add_norm, gated_add, token_norm
@@ -60,8 +60,10 @@ CASES = [
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", BUDGET)
-@pytest.mark.parametrize(("batch", "channels", "kind", "modulated", "weighted", "biased", "order"), CASES)
+@pytest.mark.parametrize(
+    ("dtype", "batch", "channels", "kind", "modulated", "weighted", "biased", "order"),
+    with_dtypes(CASES, slow=CASES[3:]),
+)
 def test_kernels(dtype, batch, channels, kind, modulated, weighted, biased, order):
     # On a GPU several steps of a program, and sums over programs; under the interpreter few tokens.
     grid = GRID if dispatch.INTERPRETED else (37, 61)

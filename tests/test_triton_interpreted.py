@@ -17,9 +17,8 @@ import pytest
 @pytest.mark.parametrize(
     "names",
     [
-        ["gated_interpreted.py"],
-        ["test_triton_elementwise.py"],
-        ["test_layer.py", "test_token_norm.py", "test_triton_linear.py", "test_stem.py"],
+        ["gated_interpreted.py", "test_triton_linear.py", "test_stem.py"],
+        ["test_triton_elementwise.py", "test_layer.py", "test_token_norm.py"],
     ],
     ids=" ".join,
 )
