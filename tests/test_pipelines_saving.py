@@ -66,9 +66,14 @@ def test_saving(kind, tmp_path):
     close(paint(copied, kind), expected)
 
 
+# diffusers before scanvas; the other order is in test_diffusers_model.py.
 _FRESH = """
-import sys, torch, scanvas
 from diffusers import DiffusionPipeline
+import torch, diffusers, scanvas
+assert diffusers.LinearDiTTransformer2DModel is scanvas.LinearDiTTransformer2DModel
+assert not hasattr(diffusers, "NoSuchClass") and diffusers.DDIMScheduler
+from diffusers.pipelines.pipeline_loading_utils import ALL_IMPORTABLE_CLASSES, LOADABLE_CLASSES
+assert issubclass(scanvas.LinearDiTTransformer2DModel, getattr(scanvas, next(iter(LOADABLE_CLASSES["scanvas"]))))
 for folder, condition in {runs}:
     pipe = DiffusionPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
