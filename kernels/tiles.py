@@ -6,7 +6,6 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-
 STAGES = 2  # tiles of a backward pass that are on their way at once, that of the next step while one is worked on
 
 

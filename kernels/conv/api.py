@@ -11,6 +11,7 @@ from .reference import convolve
 
 IMPLEMENTATIONS: dict[str, Callable] = {"torch": convolve}
 WIDEST = 0  # kernel of which there is a Triton kernel
+IN_TRAINING = ()  # sizes of kernels whose gradients ours compute faster than cuDNN
 if dispatch.TRITON_USABLE:
     from . import triton
 
@@ -61,7 +62,7 @@ def depthwise_conv2d(
     if activation not in ACTIVATIONS:
         raise ValueError(f"depthwise_conv2d: activation must be one of {ACTIVATIONS}, got {activation!r}")
     trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if impl == "auto" and (trained or weight.shape[2] > WIDEST):
+    if impl == "auto" and (weight.shape[2] > WIDEST or (trained and weight.shape[2] not in IN_TRAINING)):
         impl = "torch"
     name = dispatch.resolve("depthwise_conv2d", impl, x.device, IMPLEMENTATIONS, x.dtype)
     return IMPLEMENTATIONS[name](x, weight, (H, W), bias, activation)

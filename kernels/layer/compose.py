@@ -50,7 +50,7 @@ def _compose_kernel(
     bias = tl.zeros((BR,), tl.float32)
     decays = (r >= READ) & (r < READ + UP)
     if (tl.program_id(0) * BR + BR > READ) & (tl.program_id(0) * BR < READ + UP):
-        for i in range(RANK):
+        for i in tl.static_range(RANK):  # unrolled: one load need not wait for another
             factor = tl.load(up_ptr + (r - READ) * RANK + i, mask=decays, other=0.0).to(tl.float32)
             weight += factor[:, None] * tl.load(down_ptr + i * C + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
     if UP_BIAS:

@@ -17,12 +17,13 @@ from .kernels import norm_backward_kernel, norm_kernel
 from .reference import Norm
 
 FORWARD = Cut()
-BACKWARD = Cut(elements=1024, warps=4)
+BACKWARD = Cut(elements=512, warps=1)
+PROGRAMS = 2048  # of the backward pass, at most
 
 
 def _tile(C: int, cut: Cut) -> dict[str, int]:
     BR, BC = tile(C, cut.elements)
-    return {"BR": BR, "BC": BC, "num_warps": max(cut.warps, 8 if BC > 4096 else 1)}
+    return {"BR": BR, "BC": BC, "num_warps": max(cut.warps, BC // 1024)}
 
 
 def _rows(x: Tensor, *per_image: Tensor | None, order: str) -> tuple[int, int, int]:
@@ -93,7 +94,7 @@ def _backward(
     B, N, C = _rows(x, gate, scale, order=order)
     columns, backwards = ORDERS[order]
     cut = _tile(C, BACKWARD)
-    programs, steps = shares(triton.cdiv(N, cut["BR"]), most=triton.cdiv(1024, B))
+    programs, steps = shares(triton.cdiv(N, cut["BR"]), most=triton.cdiv(PROGRAMS, B))
     moved = d_sum is not None and (gate is not None or columns or backwards)
     d_x = None if d_out is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     d_branch = (
