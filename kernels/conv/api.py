@@ -11,7 +11,7 @@ from .reference import convolve
 
 IMPLEMENTATIONS: dict[str, Callable] = {"torch": convolve}
 WIDEST = 0  # kernel of which there is a Triton kernel
-IN_TRAINING = ()  # sizes of kernels whose gradients ours compute faster than cuDNN
+IN_TRAINING = (3,)  # sizes of kernels for which ours are the quicker ones in training, too
 if dispatch.TRITON_USABLE:
     from . import triton
 
@@ -31,8 +31,8 @@ def depthwise_conv2d(
     """Depthwise k×k convolution with zero padding ("same") on tokens, which are never permuted to NCHW in memory.
 
     Tokens are an image in channels-last memory, for which cuDNN has kernels of its own. Measured on an H200 in
-    bfloat16, they are as quick as ours on a batch of small images and in training, while ours are up to 6 times quicker
-    on one large image and include the activation: ``"auto"`` takes ours where no gradient is recorded.
+    bfloat16, ours are up to 6 times quicker in inference, and include the activation; forward and backward of 3×3 with
+    SiLU take 0.68 to 0.74 of cuDNN's time. ``"auto"`` takes cuDNN where gradients of larger kernels are recorded.
 
     Args:
         x: ``(B, H·W, C)`` tokens in raster order.

@@ -14,7 +14,8 @@ from scanvas.kernels.tiles import STAGES, Cut, shares, tile
 from .places import by_token, gate_offset, spacing
 
 FORWARD = Cut(elements=512, warps=1)
-BACKWARD = Cut(elements=1024, warps=4)
+BACKWARD = Cut(elements=512, warps=2)
+PROGRAMS = 2048  # of the backward pass, at most
 
 
 @triton.jit
@@ -161,7 +162,7 @@ def backward(
     H, D = o.shape[-2:]
     rows = o.numel() // D
     BR, BD = tile(D, BACKWARD.elements)
-    programs, steps = shares(triton.cdiv(rows, BR))
+    programs, steps = shares(triton.cdiv(rows, BR), most=PROGRAMS)
     d_o, d_local = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (o, local))
     if d_gate is None:
         d_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
