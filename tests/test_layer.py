@@ -126,5 +126,9 @@ def test_bad_arguments_are_named():
         gated_layer(features, weight, *vectors, num_heads=4)
     with pytest.raises(ValueError, match=r"bias must be \(24,\), got \(23,\)"):
         gated_layer(features, weight, vectors[0][1:], *vectors[1:], num_heads=3)
+    with pytest.raises(ValueError, match="heads are at most 256 wide, got 6 and 258"):
+        gated_layer(*inputs(1, 4, 258, 6, 1), num_heads=1)
+    with pytest.raises(ValueError, match="at least one token"):
+        gated_layer(features[:, :0], weight, *vectors, num_heads=3)
     with pytest.raises(TypeError, match="must have one dtype"):
         gated_layer(features, weight.double(), *vectors, num_heads=3)

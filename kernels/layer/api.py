@@ -7,6 +7,7 @@ from torch import Tensor
 
 from scanvas.kernels import dispatch
 from scanvas.kernels.gate.api import ACTIVATIONS
+from scanvas.kernels.gated.api import MAX_HEAD_DIM
 
 from . import reference
 
@@ -74,6 +75,13 @@ def gated_layer(
     K = rows // 4
     if num_heads < 1 or K % num_heads or C % num_heads:
         raise ValueError(f"gated_layer: num_heads must divide K = {K} and C = {C}, got {num_heads}")
+    if features.shape[1] < 1:
+        raise ValueError("gated_layer: features must have at least one token, got none")
+    if max(K, C) // num_heads > MAX_HEAD_DIM:
+        raise ValueError(
+            f"gated_layer: heads are at most {MAX_HEAD_DIM} wide, got {K // num_heads} and {C // num_heads} (K and C = "
+            f"{K} and {C} by {num_heads} heads)"
+        )
     shapes = {"bias": (2 * K + C,), "o_weight": (C // num_heads,), "local_weight": (C // num_heads,)}
     for name, shape in shapes.items():
         if tuple(vectors[name].shape) != shape:
