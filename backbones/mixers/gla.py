@@ -175,9 +175,8 @@ class GatedLinearAttention(TokenMixer):
         else:
             q, k, v = self.qkv(features)
             out_gate = None
-            # Split, not indexed: the gradient of an index is a tensor of zeros with a part filled in.
-            logits = self.decay_proj(features).split(self.key_dim, dim=-1)
-            gates = [part.unflatten(-1, (self.num_heads, -1)) for part in logits]
+            # Unbound, not indexed: the gradient of an index is a tensor of zeros with a part filled in.
+            gates = list(self.decay_proj(features).unflatten(-1, (-1, self.num_heads, q.shape[-1])).unbind(2))
         return q, k, v, gates, out_gate
 
     def _projecting(self) -> tuple[list[nn.Module], nn.Module, nn.Module]:
