@@ -59,28 +59,24 @@ except RuntimeError as error:
 
 
 def test_the_import_alone():
-    """Under 2 s beyond torch and timm, nothing heavy comes along, timm knows the models only then; and the root on the
-    path hides no other package: transformers and diffusers look for a module ``kernels``, which a folder without
-    __init__.py is not to them."""
+    """Nothing heavy comes along, timm knows the models only then; and the root on the path hides no other package:
+    transformers and diffusers look for a module ``kernels``, which a folder without __init__.py is not to them."""
     code = """
-import sys, time, torch, timm
+import sys, torch, timm
 from importlib.util import find_spec
 spec = find_spec("kernels")
 print(spec is None or spec.origin is None or "site-packages" in spec.origin)
 assert not timm.is_model("vig_tiny_patch16_224")
 before = set(sys.modules)
-start = time.process_time()
 import scanvas
-print(time.process_time() - start)
 heavy = {"diffusers", "transformers", "triton", "accelerate", "matplotlib", "sklearn", "datasets"}
 print(sorted(heavy & (set(sys.modules) - before)))
 print(*timm.list_models(["*vig_*", "*vig"], module="vig"), *timm.list_models(module="vig_h"))
 import scanvas.kernels.gated
 """
-    hidden, seconds, heavy, names = run(code, PYTHONPATH=str(ROOT)).stdout.strip().splitlines()
+    hidden, heavy, names = run(code, PYTHONPATH=str(ROOT)).stdout.strip().splitlines()
     assert hidden == "True"
     assert not (ROOT / "kernels" / "__init__.py").exists()
-    assert float(seconds) < 2
     assert heavy == "[]"
     expected = "test_vig vig_base_patch16_224 vig_small_patch16_224 vig_tiny_patch16_224"
     expected += " test_vig_h vig_h_base_224 vig_h_small_224 vig_h_tiny_224"

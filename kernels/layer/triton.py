@@ -107,16 +107,15 @@ def _backward(
     rows = d_projected.flatten(0, 1)
     d_features.flatten(0, 1).addmm_(rows, weight)
     d_weight = rows.t() @ features.reshape(-1, C)
-    d_bias = column_sums(rows[:, len(weight) - 2 * inputs[3].shape[2] * inputs[3].shape[3] - C :])
+    d_bias = column_sums(rows[:, len(weight) // 2 :])  # gates are as wide as queries, keys and values together
     return d_features, d_weight, d_bias, d_o_weight, d_local_weight
 
 
 @_backward.register_fake
 def _(features, weight, o_weight, local_weight, projected, o, d_out, heads, normalizer, eps, silu):
-    C = features.shape[2]
     like = (features, weight, o_weight, local_weight)
     d_features, d_weight, *rest = (x.new_empty(x.shape) for x in like)
-    return d_features, d_weight, weight.new_empty(C + (len(weight) - 2 * C) // 2), *rest
+    return d_features, d_weight, weight.new_empty(len(weight) // 2), *rest
 
 
 def _setup_context(ctx, inputs, output):
