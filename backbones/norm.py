@@ -47,25 +47,30 @@ class LayerNorm(nn.LayerNorm):
         return token_norm(x, kind="layer", weight=self.weight, bias=self.bias, eps=self.eps)
 
 
+def _normalise_image(norm: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The LayerNorm over the channels of ``x``, ``(B, C, H, W)``, or of ``x + bias`` with a number for each channel."""
+    image = x.permute(0, 2, 3, 1)
+    tokens = image.flatten(1, 2)
+    options = {"kind": "layer", "weight": norm.weight, "bias": norm.bias, "eps": norm.eps}
+    if bias is None:
+        tokens = token_norm(tokens, **options)
+    else:
+        _, tokens = add_norm(tokens, bias.expand_as(tokens), **options)
+    return tokens.unflatten(1, image.shape[1:3]).permute(0, 3, 1, 2)
+
+
 @register_notrace_module
 class LayerNorm2d(layers.LayerNorm2d):
     """LayerNorm over the channels of an image ``(B, C, H, W)``, which is quickest channels-last."""
 
     @torch.jit.ignore
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x.permute(0, 2, 3, 1)
-        grid = tokens.shape[1:3]
-        options = {"kind": "layer", "weight": self.weight, "bias": self.bias, "eps": self.eps}
-        return token_norm(tokens.flatten(1, 2), **options).unflatten(1, grid).permute(0, 3, 1, 2)
+        return _normalise_image(self, x)
 
 
 def convolve_and_normalise(conv: nn.Conv2d, norm: LayerNorm2d, x: Tensor) -> Tensor:
     """``norm(conv(x))``, the convolution's bias added by the norm's kernel; cuDNN would take a pass of its own."""
-    image = F.conv2d(x, conv.weight, None, conv.stride, conv.padding).permute(0, 2, 3, 1)
-    tokens = image.flatten(1, 2)
-    options = {"kind": "layer", "weight": norm.weight, "bias": norm.bias, "eps": norm.eps}
-    _, tokens = add_norm(tokens, conv.bias.expand_as(tokens), **options)
-    return tokens.unflatten(1, image.shape[1:3]).permute(0, 3, 1, 2)
+    return _normalise_image(norm, F.conv2d(x, conv.weight, None, conv.stride, conv.padding), conv.bias)
 
 
 def add_and_normalise(norm: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:

@@ -188,10 +188,10 @@ class GatedLinearAttention(TokenMixer):
     def _in_one(self, features: Tensor) -> Tensor | None:
         """All between the convolution and the output projection as one operator, ``gated_layer``, or ``None`` where
         that does not pay or the steps are not its own."""
-        readers, down, up = self._projecting()
         own = self.output == "mix" and self.bidirectional and not self.rope and self.selective_rope is None
         if not own or self.impl != "auto" or not gated_layer_pays(features):
             return None
+        readers, down, up = self._projecting()
         biases = [up.bias, self.gate_proj.bias]
         if not _at_once(features, [*readers, down], up, self.gate_proj) or any(x is None for x in biases):
             return None

@@ -277,4 +277,4 @@ def backward(
     for direction, state in enumerate((initial_state, reverse_initial_state)):
         given = state is not None
         result.append(_from_internal(gradients.last[direction], q, state.dtype, scale) if given else None)
-    return tuple(result) if into is None or plan.tiles == 1 else _moved(tuple(result), into)
+    return _moved(tuple(result), None if plan.tiles == 1 else into)
